@@ -69,8 +69,12 @@ FORMATS = {
 
 
 def format_of(fmt: Any) -> Format:
-    """The oracle's own table for a format object or name."""
-    return FORMATS[(fmt if isinstance(fmt, str) else fmt.name).upper()]
+    """The oracle's own table for a format object or name; one it does not know is built from the object's fields."""
+    name = (fmt if isinstance(fmt, str) else fmt.name).upper()
+    if name in FORMATS or isinstance(fmt, str):
+        return FORMATS[name]
+    every = Format(name, fmt.exponent_bits, fmt.mantissa_bits, 1 - fmt.min_exponent, 2 ** (fmt.bits - 1))
+    return dataclasses.replace(every, finite_codes=int(np.sum(every.magnitudes <= fmt.max)))
 
 
 def round_to_grid(u: np.ndarray, fmt: Format, ties: str) -> np.ndarray:
@@ -105,43 +109,41 @@ def contraction_axes(axis: int | tuple[int, ...], ndim: int) -> tuple[int, ...]:
     return tuple(a % ndim for a in ((axis,) if isinstance(axis, int) else axis))
 
 
-def block_shape(shape: tuple[int, ...], granularity: Any, axis: int | tuple[int, ...]) -> tuple[int, ...]:
-    """Extent of one block along each axis of ``shape``."""
-    axes = contraction_axes(axis, len(shape))
-    match type(granularity).__name__:
-        case "PerTensor":
-            return tuple(max(n, 1) for n in shape)
-        case "PerVector":
-            return tuple(max(n, 1) if d in axes else 1 for d, n in enumerate(shape))
-        case "PerBlock":
-            return tuple(granularity.size if d in axes else 1 for d in range(len(shape)))
-        case "PerBlock2D":
-            (rows_axis,) = axes
-            others = [d for d in range(len(shape)) if d != rows_axis]
-            return tuple(
-                granularity.rows if d == rows_axis else granularity.cols if d == others[-1] else 1
-                for d in range(len(shape))
-            )
-    raise TypeError(f"the oracle knows no granularity {granularity!r}")
-
-
 def block_labels(
     shape: tuple[int, ...], granularity: Any, axis: int | tuple[int, ...]
 ) -> tuple[np.ndarray, tuple[int, ...]]:
-    """For each element the flat number of its block, and the shape of the array of blocks."""
-    extent = block_shape(shape, granularity, axis)
+    """For each element the flat number of its block, and the shape of the array of blocks.
+
+    Several contraction axes are one long axis in the order given; blocks along it are counted on the last of them. An
+    empty contraction still has one (empty) block a vector, and an empty tensor one a tensor.
+    """
     contracted = contraction_axes(axis, len(shape))
-    everything = type(granularity).__name__ == "PerTensor"
-    # An empty contraction still has one (empty) block a vector; any other empty axis has no blocks.
-    counts = tuple(
-        max(-(-n // e), 1) if everything or d in contracted else -(-n // e)
-        for d, (n, e) in enumerate(zip(shape, extent))
-    )
+    position = {d: np.arange(n).reshape([-1 if i == d else 1 for i in range(len(shape))]) for d, n in enumerate(shape)}
+    count = list(shape)
+    along = contracted[-1]
+    long, k = 0, 1
+    for d in contracted:
+        long, k = long * shape[d] + position[d], k * shape[d]
+        position[d], count[d] = 0, 1
+    match type(granularity).__name__:
+        case "PerTensor":
+            position, count = dict.fromkeys(position, 0), [1] * len(shape)
+        case "PerVector":
+            pass
+        case "PerBlock":
+            position[along], count[along] = long // granularity.size, max(-(-k // granularity.size), 1)
+        case "PerBlock2D":
+            if len(contracted) != 1:
+                raise ValueError("rows and cols need one contraction axis")
+            other = max(d for d in range(len(shape)) if d != along)
+            position[along], count[along] = long // granularity.rows, max(-(-k // granularity.rows), 1)
+            position[other], count[other] = position[other] // granularity.cols, -(-shape[other] // granularity.cols)
+        case name:
+            raise TypeError(f"the oracle knows no granularity {name}")
     labels = np.zeros(shape, np.int64)
-    for d, (n, e) in enumerate(zip(shape, extent)):
-        position = (np.arange(n) // e).reshape([-1 if i == d else 1 for i in range(len(shape))])
-        labels = labels * counts[d] + position
-    return labels, counts
+    for d in range(len(shape)):
+        labels = labels * count[d] + position[d]
+    return labels, tuple(count)
 
 
 def block_max(x: np.ndarray, labels: np.ndarray, blocks: int) -> np.ndarray:
@@ -166,7 +168,7 @@ def absmax(amax: np.ndarray, fmt: Format) -> tuple[np.ndarray, np.ndarray]:
 
 
 def power_of_two_exponent(amax: np.ndarray, fmt: Format, mode: str) -> np.ndarray:
-    """Exponent of the E8M0 scale by exact comparisons, in [−126, 127] so that neither scale nor byte is special."""
+    """Exponent of the E8M0 scale by exact comparisons, in [−126, 126]: scale and reciprocal are normal float32."""
     value = np.where(np.isnan(amax) | (amax == 0), 1.0, amax.astype(np.float64))
     half, exponent = np.frexp(value)  # value = half·2^exponent, half in [1/2, 1)
     floor = exponent - 1
@@ -182,7 +184,7 @@ def power_of_two_exponent(amax: np.ndarray, fmt: Format, mode: str) -> np.ndarra
             power = power + (value > np.ldexp(fmt.max, power))
         case _:
             raise ValueError(f"the oracle knows no power-of-two mode {mode!r}")
-    return np.where(amax == 0, 0, np.clip(power, -126, 127))
+    return np.where(amax == 0, 0, np.clip(power, -126, 126))
 
 
 # --- quantize ---------------------------------------------------------------------------------------------------------
@@ -228,7 +230,7 @@ def quantize(x: np.ndarray, spec: Any, axis: int | tuple[int, ...], floor: np.nd
             power = power_of_two_exponent(amax, fmt, spec.scale.mode)
             nan = np.where(np.isnan(amax), F32(np.nan), F32(0))
             scale = np.ldexp(F32(1), power).astype(F32) + nan
-            r = np.ldexp(1.0, -power) + nan  # float64: 2^−127 is a subnormal float32
+            r = np.ldexp(F32(1), -power).astype(F32) + nan
             stored = scale
         elif rule == "TwoLevel":
             r, scale, stored, outer = two_level(amax, fmt)
@@ -241,20 +243,21 @@ def quantize(x: np.ndarray, spec: Any, axis: int | tuple[int, ...], floor: np.nd
 
 
 def two_level(amax: np.ndarray, fmt: Format) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """(r, scale, stored block scale, outer scale) of ``TwoLevel``, as NVFP4 has it.
+    """(r, scale, stored block scale, outer scale) of ``TwoLevel`` (NVFP4), each step one float32 operation.
 
-    outer = amax/(max·448) over the finite blocks of the tensor; block = E4M3(amax_b/max/outer), nearest even.
-
-    A block that is not all zero stores at least E4M3's smallest value, 2^−9, so its scale is never zero.
+    Over the finite blocks of the tensor outer = amax_t·float32(1/(448·max)) and inverse = 448·max/amax_t, with amax_t
+    at least 448·max·2⁻¹¹⁶; the block stores E4M3((amax·float32(1/max))·inverse), nearest even, at least 2⁻⁹ so that it
+    is never zero; r = inverse/stored. These orders of operations are those of ``fp4jax.TwoLevel``'s docstring.
     """
     e4m3 = FORMATS["E4M3"]
-    tensor = np.max(np.where(np.isnan(amax), 0, amax), initial=F32(0)).astype(F32)
-    outer = F32(1) if tensor == 0 else tensor * F32(1 / (fmt.max * e4m3.max))
-    block = round_to_grid(amax.astype(np.float64) / fmt.max / np.float64(outer), e4m3, "even")
+    top = e4m3.max * fmt.max
+    tensor = np.max(np.where(np.isnan(amax), F32(0), amax), initial=F32(0)).astype(F32)
+    clamped = np.maximum(tensor, F32(top * 2.0**-116))
+    inverse, outer = (F32(1), F32(1)) if tensor == 0 else (F32(top) / clamped, clamped * F32(1 / top))
+    block = round_to_grid((amax * F32(1 / fmt.max)) * inverse, e4m3, "even")
     block = np.maximum(block, e4m3.magnitudes[1]).astype(F32)
     block = np.where(amax == 0, F32(1), block)  # NaN passes through both
-    scale = block * outer
-    return F32(1) / scale, scale, block, outer
+    return inverse / block, block * outer, block, outer
 
 
 # --- outliers ---------------------------------------------------------------------------------------------------------

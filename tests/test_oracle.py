@@ -246,9 +246,23 @@ def test_two_level_keeps_small_and_large_blocks():
 def test_blocks_are_those_of_a_naive_loop(granularity, axis, shape, counts):
     labels, blocks = oracle.block_labels(shape, granularity, axis)
     assert blocks == counts
-    extent = oracle.block_shape(shape, granularity, axis)
+    extent = [-(-n // c) if c else 1 for n, c in zip(shape, counts)]
+    if isinstance(granularity, PerBlock):
+        extent = [granularity.size if d == axis % len(shape) else 1 for d in range(len(shape))]
+    if isinstance(granularity, PerBlock2D):
+        other = max(d for d in range(len(shape)) if d != axis % len(shape))
+        size = {axis % len(shape): granularity.rows, other: granularity.cols}
+        extent = [size.get(d, 1) for d in range(len(shape))]
     for index in np.ndindex(shape):
         assert np.unravel_index(labels[index], blocks) == tuple(i // e for i, e in zip(index, extent))
+
+
+def test_several_contraction_axes_are_one_long_axis_in_the_order_given():
+    shape = (4, 3, 5)
+    labels, blocks = oracle.block_labels(shape, PerBlock(6), (2, 0))
+    assert blocks == (4, 3, 1)  # 5·4 = 20 values along k, counted on axis 0
+    for i, j, h in np.ndindex(shape):
+        assert np.unravel_index(labels[i, j, h], blocks) == ((h * 4 + i) // 6, j, 0)
 
 
 def test_non_finite_blocks_become_nan_and_leave_others_alone():
