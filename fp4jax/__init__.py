@@ -1,0 +1,17 @@
+"""fp4jax: train language models with 4-bit floating-point matrix products, in JAX and Flax.
+
+The public names stand in the order in which an array meets them:
+array → outliers → scale → round → QTensor → dot_general → layer → model → train step → optimizer.
+"""
+
+from fp4jax import recipes
+from fp4jax.dot import DotGeneral, dot_general
+from fp4jax.estimators import DGE, STE, ClippedSTE, fake_quant
+from fp4jax.formats import E1M2, E2M1, E3M0, E4M3, E5M2, E8M0, FloatFormat
+from fp4jax.outliers import OCC, clamp_outliers
+from fp4jax.quantize import QTensor, QuantSpec, dequantize, quantize
+from fp4jax.recipe import REUSE, Gemm, Recipe
+from fp4jax.rounding import NEAREST_EVEN, STOCHASTIC, TIES_UP
+from fp4jax.scaling import AbsMax, PerBlock, PerBlock2D, PerTensor, PerVector, PowerOfTwo, TwoLevel
+
+__version__ = "0.1.0"

@@ -1,0 +1,82 @@
+"""Everything static about one quantized product, and the mark by which ``explain`` finds it."""
+
+import dataclasses
+import functools
+import hashlib
+
+import jax
+import numpy as np
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from fp4jax.dot.geometry import Geometry
+from fp4jax.recipe import Recipe
+from fp4jax.typing import Array, DimensionNumbers
+
+MARK = "fp4jax_"
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """A call of ``dot_general``: hashable, so that it can be a static argument.
+
+    Attributes:
+        recipe: what is quantized.
+        geometry: axes.
+        lhs_dtype, rhs_dtype: dtypes of the operands, and so of their gradients.
+        out_dtype: dtype of the result.
+        backend: name of the backend that runs it.
+        precision: as ``lax.dot_general`` takes it; for products with an operand in float32.
+        out_sharding: of the result.
+        lhs_sharding, rhs_sharding: of the operands where their mesh is Explicit, else None; the gradients get the same.
+    """
+
+    recipe: Recipe
+    geometry: Geometry
+    lhs_dtype: np.dtype
+    rhs_dtype: np.dtype
+    out_dtype: np.dtype
+    backend: str
+    precision: lax.Precision | tuple[lax.Precision, lax.Precision] | None = None
+    out_sharding: NamedSharding | PartitionSpec | None = None
+    lhs_sharding: NamedSharding | None = None
+    rhs_sharding: NamedSharding | None = None
+
+    def mark(self, product: str) -> str:
+        """Name of the inner jit around a product; the same for equal calls in every process."""
+        digest = hashlib.sha256(
+            f"{self.recipe!r} {self.geometry!r} {self.lhs_dtype} {self.rhs_dtype}".encode()
+        ).hexdigest()
+        name = f"{MARK}{product}_{self.recipe.name}_{self.backend}_{digest[:8]}"
+        MARKS[name] = (self, product)
+        return name
+
+
+MARKS: dict[str, tuple[Call, str]] = {}
+
+
+def explicit_sharding(x: Array) -> NamedSharding | None:
+    """Sharding of ``x`` where its type carries one (an Explicit mesh), else None."""
+    sharding = jax.typeof(x).sharding
+    explicit = any(t == jax.sharding.AxisType.Explicit for t in sharding.mesh.axis_types)
+    return sharding if explicit else None
+
+
+def permuted(sharding: NamedSharding | None, axes: tuple[int, ...]) -> NamedSharding | None:
+    """The sharding of an array whose axis i is axis ``axes[i]`` of one sharded like this."""
+    if sharding is None:
+        return None
+    return NamedSharding(sharding.mesh, PartitionSpec(*(sharding.spec[a] for a in axes)))
+
+
+@functools.lru_cache(maxsize=4096)
+def marked_dot(name: str, dnums: DimensionNumbers, precision, out_sharding):
+    """``lax.dot_general`` with float32 sums, as an inner jit of the given name."""
+
+    def product(lhs: Array, rhs: Array) -> Array:
+        return lax.dot_general(
+            lhs, rhs, dnums, precision=precision, preferred_element_type=np.dtype("float32"), out_sharding=out_sharding
+        )
+
+    product.__name__ = product.__qualname__ = name
+    return jax.jit(product)

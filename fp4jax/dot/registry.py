@@ -1,0 +1,56 @@
+"""The backends. Adding one is a module with ``unsupported``, ``fprop``, ``dgrad`` and ``wgrad``, and a row here."""
+
+from typing import Any, Protocol
+
+from fp4jax.dot import xla
+from fp4jax.dot.call import Call
+from fp4jax.typing import Array, Key
+
+
+class Backend(Protocol):
+    """What a backend offers. Its results must equal those of ``xla``: bit for bit where the sums are exact."""
+
+    def unsupported(self, call: Call) -> list[str]:
+        """Why it cannot run ``call``, a reason each; empty if it can."""
+        ...
+
+    def fprop(self, lhs: Array, rhs: Array, key: Key | None, call: Call) -> tuple[Array, Any]:
+        """Y and the residuals of backward."""
+        ...
+
+    def dgrad(self, residuals: Any, g: Array, call: Call) -> Array:
+        """Gradient of lhs."""
+        ...
+
+    def wgrad(self, residuals: Any, g: Array, call: Call) -> Array:
+        """Gradient of rhs."""
+        ...
+
+
+# In order of preference: ``backend=None`` takes the first that supports the call.
+BACKENDS: dict[str, Backend] = {"xla": xla}
+
+
+def choose(backend: str | None, call: Call) -> str:
+    """Name of the backend to run ``call``.
+
+    Raises:
+        ValueError: if ``backend`` is unknown, or cannot run the call: with its reasons, and which backends can.
+    """
+    reasons = {name: BACKENDS[name].unsupported(call) for name in BACKENDS}
+    able = [name for name, why in reasons.items() if not why]
+    if backend is None:
+        if able:
+            return able[0]
+        details = "; ".join(f"{name}: {', '.join(why)}" for name, why in reasons.items())
+        raise ValueError(f"no backend supports recipe {call.recipe.name!r} here ({details})")
+    if backend not in BACKENDS:
+        raise ValueError(
+            f"backend={backend!r} is unknown; there are {', '.join(map(repr, BACKENDS))}, or None to choose"
+        )
+    if reasons[backend]:
+        raise ValueError(
+            f"backend={backend!r} does not support recipe {call.recipe.name!r} here: {', '.join(reasons[backend])}; "
+            f"supported by {', '.join(map(repr, able)) or 'none'}"
+        )
+    return backend

@@ -1,0 +1,299 @@
+"""The "xla" backend: the meaning of a recipe. Runs everywhere; every other backend is compared with it.
+
+Values of the grid are computed by arithmetic and multiplied in bfloat16, which holds them exactly, with float32 sums; scales
+are applied to the sums, lhs first. What backward needs of a quantized operand is kept in E4M3 (a byte a value).
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from fp4jax.dot.call import Call, marked_dot, permuted
+from fp4jax.dot.geometry import restore, scale_to_result
+from fp4jax.formats import E4M3, FloatFormat
+from fp4jax.outliers import OCC, clip, thresholds
+from fp4jax.quantize import QuantSpec, find_scales, grid_values, scaled_input
+from fp4jax.recipe import Recipe, Reuse
+from fp4jax.rounding import NEAREST_EVEN
+from fp4jax.scaling import Scales, TwoLevel, as_float32, magnitude, manual_axes, multiply
+from fp4jax.typing import Array, DimensionNumbers, Key
+
+LHS_NAME, RHS_NAME = "fp4jax_lhs", "fp4jax_rhs"  # names of the quantized residuals, for remat policies
+
+_FPROP_LHS, _FPROP_RHS, _DGRAD_LHS, _DGRAD_RHS, _WGRAD_LHS, _WGRAD_RHS = range(6)
+
+
+class Operand(NamedTuple):
+    """One side of a product: ``values · scale``, the scale (if any) constant along the contraction.
+
+    Attributes:
+        values: in the dtype the product runs in.
+        scale: float32, 1 along the contraction axes, or None for 1.
+    """
+
+    values: Array
+    scale: Array | None
+
+
+@jax.tree_util.register_pytree_node_class
+@dataclasses.dataclass(frozen=True)
+class Residuals:
+    """What backward needs. Only the fields that the recipe asks for are set."""
+
+    lhs: Array | None = None  # the activation
+    rhs: Array | None = None  # the weight
+    lhs_values: Array | None = None
+    lhs_scale: Array | None = None
+    rhs_values: Array | None = None
+    rhs_scale: Array | None = None
+    delta: Array | None = None  # ΔX of sparse compensation
+    key: Array | None = None
+
+    def tree_flatten(self):
+        return [getattr(self, f.name) for f in dataclasses.fields(self)], None
+
+    @classmethod
+    def tree_unflatten(cls, _, leaves):
+        return cls(*leaves)
+
+
+def unsupported(call: Call) -> list[str]:
+    """Reasons why this backend cannot run ``call``: there are none."""
+    del call
+    return []
+
+
+# --- quantizing the operands -------------------------------------------------------------------------------------
+
+
+def _subkey(key: Key | None, spec: QuantSpec, place: int) -> Key | None:
+    return jax.random.fold_in(key, place) if key is not None and spec.needs_key else None
+
+
+def quantize_activation(
+    x: Array, spec: QuantSpec, axis: tuple[int, ...], occ: OCC | None, key: Key | None
+) -> tuple[Array, Scales, Array | None]:
+    """Grid values (float32) and scales of an activation, and ΔX (float32) where ``occ`` clamps.
+
+    With "residual" compensation an outlier entry holds E4M3(q + ΔX · r) and amax is at least amax(X) · float32(M / 448), so that
+    none saturates. Whether a block is finite is decided on X, before the clamp.
+    """
+    value = as_float32(x)
+    if occ is None:
+        scales = find_scales(value, spec, axis)
+        return grid_values(value, scales, spec, axis, key), scales, None
+    lo, hi = thresholds(x, occ, axis)
+    clamped = clip(value, lo, hi)
+    delta = value - clamped
+    amax = spec.granularity.reduce_max(magnitude(clamped), axis)
+    whole = spec.granularity.reduce_max(magnitude(value), axis)
+    carrier = occ.residual_format if occ.compensation == "residual" else None
+    if carrier is not None:
+        amax = jnp.maximum(amax, whole * jnp.float32(spec.format.max / carrier.max))
+    amax = jnp.where(jnp.isfinite(whole), amax, jnp.float32(np.nan))
+    names = manual_axes(value) if isinstance(spec.scale, TwoLevel) else ()
+    scales = spec.scale(amax, spec.format, names)
+    values = grid_values(clamped, scales, spec, axis, key)
+    if occ.compensation == "residual":
+        moved = multiply(delta, spec.granularity.expand(scales.reciprocal, x.shape, axis))
+        if carrier is not None:
+            # The bound changes no result. It keeps the compiler from fusing product and sum into one rounding.
+            moved = lax.clamp(jnp.float32(-2 * carrier.max), moved, jnp.float32(2 * carrier.max))
+            carried = NEAREST_EVEN(values + moved, carrier)
+        else:
+            carried = values + moved
+        values = jnp.where(delta != 0, carried, values)
+    return values, scales, delta
+
+
+def _storage(format: FloatFormat | None) -> np.dtype:
+    """Dtype that keeps values of a format for backward: a byte a value, E4M3 wherever it holds them exactly."""
+    if format is None:
+        return np.dtype(np.float32)
+    return np.dtype(E4M3.dtype) if np.isin(format.grid, E4M3.grid).all() else format.storage_dtype
+
+
+def _activation_format(recipe: Recipe) -> FloatFormat | None:
+    """The format that holds the values of a quantized activation, outlier entries included."""
+    if recipe.outliers is not None and recipe.outliers.compensation == "residual":
+        return recipe.outliers.residual_format
+    return recipe.fprop.lhs.format
+
+
+def _operand(
+    values: Array, scales: Scales, spec: QuantSpec, axis: tuple[int, ...], format: FloatFormat | None
+) -> Operand:
+    """An operand of grid values (float32). Scales that vary along the contraction go into the values."""
+    exact = ml_dtypes.bfloat16 if format is not None else np.float32
+    if spec.granularity.leaves_the_sum:
+        return Operand(values.astype(exact), spec.scale.decode(scales.scale, scales.outer_scale))
+    outer = scales.outer_scale
+    inside = spec.scale.decode(scales.scale, None if outer is None else jnp.float32(1))
+    values = values * spec.granularity.expand(inside, values.shape, axis)
+    return Operand(values.astype(exact if spec.scale.exact_in_bfloat16 else np.float32), outer)
+
+
+def _high(x: Array, call: Call) -> Operand:
+    """An operand left in high precision: the dtype of the activation."""
+    return Operand(x.astype(call.lhs_dtype), None)
+
+
+def _quantized(x: Array, spec: QuantSpec, axis: tuple[int, ...], key: Key | None) -> Operand:
+    scales = find_scales(x, spec, axis)
+    return _operand(grid_values(x, scales, spec, axis, key), scales, spec, axis, spec.format)
+
+
+# --- products ----------------------------------------------------------------------------------------------------
+
+
+def _multiply(lhs: Operand, rhs: Operand, dnums: DimensionNumbers, call: Call, product: str, out_sharding) -> Array:
+    """(Σ lhs rhs) · scale(lhs) · scale(rhs), float32."""
+    if lhs.values.dtype == rhs.values.dtype == jnp.bfloat16:
+        dtype = jnp.bfloat16
+    else:
+        dtype = jnp.float32
+    dot = marked_dot(call.mark(product), dnums, call.precision if dtype == jnp.float32 else None, out_sharding)
+    out = dot(lhs.values.astype(dtype), rhs.values.astype(dtype))
+    contracted = len(dnums[0][0])
+    frees = [v.ndim - contracted - len(dnums[1][0]) for v in (lhs.values, rhs.values)]
+    for side, operand in enumerate((lhs, rhs)):
+        if operand.scale is not None:
+            out = out * scale_to_result(operand.scale, contracted, dnums, side, frees[1 - side])
+    return out
+
+
+def _negative(axes: tuple[int, ...], ndim: int) -> tuple[int, ...]:
+    return tuple(a - ndim for a in axes)
+
+
+def fprop(lhs: Array, rhs: Array, key: Key | None, call: Call) -> tuple[Array, Residuals]:
+    """Y, and what backward needs."""
+    recipe, geometry = call.recipe, call.geometry
+    lhs_axis = _negative(geometry.lhs_contract, lhs.ndim)
+    rhs_axis = _negative(geometry.rhs_contract, rhs.ndim)
+    kept: dict[str, Array | None] = {"key": key}
+    spec = recipe.fprop.lhs
+    delta = None
+    if spec is None:
+        lhs_operand = _high(lhs, call)
+    else:
+        values, scales, delta = quantize_activation(
+            lhs, spec, lhs_axis, recipe.outliers, _subkey(key, spec, _FPROP_LHS)
+        )
+        lhs_operand = _operand(values, scales, spec, lhs_axis, _activation_format(recipe))
+        if isinstance(recipe.wgrad.lhs, Reuse):
+            kept["lhs_values"] = checkpoint_name(values.astype(_storage(_activation_format(recipe))), LHS_NAME)
+            kept["lhs_scale"] = checkpoint_name(lhs_operand.scale, LHS_NAME)
+    if spec is None or not isinstance(recipe.wgrad.lhs, Reuse) or not recipe.activation_estimator.is_identity:
+        kept["lhs"] = lhs
+
+    spec = recipe.fprop.rhs
+    if spec is None:
+        rhs_operand = _high(rhs, call)
+    else:
+        value = as_float32(rhs)
+        scales = find_scales(value, spec, rhs_axis)
+        values = grid_values(value, scales, spec, rhs_axis, _subkey(key, spec, _FPROP_RHS))
+        rhs_operand = _operand(values, scales, spec, rhs_axis, spec.format)
+        if isinstance(recipe.dgrad.rhs, Reuse):
+            kept["rhs_values"] = checkpoint_name(values.astype(_storage(spec.format)), RHS_NAME)
+            kept["rhs_scale"] = checkpoint_name(rhs_operand.scale, RHS_NAME)
+    if spec is None or not isinstance(recipe.dgrad.rhs, Reuse) or not recipe.weight_estimator.is_identity:
+        kept["rhs"] = rhs
+
+    out = _multiply(lhs_operand, rhs_operand, geometry.fprop, call, "fprop", call.out_sharding)
+    if delta is not None and recipe.outliers.compensation == "sparse":
+        kept["delta"] = delta.astype(call.lhs_dtype)
+        sparse = Operand(kept["delta"], None)
+        out = out + _multiply(sparse, rhs_operand, geometry.fprop, call, "occ", call.out_sharding)
+    return out.astype(call.out_dtype), Residuals(**kept)
+
+
+def _folded(g: Array, scale: Array | None, side: int, call: Call) -> Array:
+    """dY times the scale of the operand that the backward product reuses, float32."""
+    if scale is None:
+        return g
+    geometry = call.geometry
+    contracted = len(geometry.lhs_contract)
+    other = len(geometry.lhs_free) if side else len(geometry.rhs_free)
+    return multiply(g, scale_to_result(scale, contracted, geometry.fprop, side, other))
+
+
+def _gradient(
+    g: Array, spec: QuantSpec | None, axis: tuple[int, ...], place: int, key: Key | None, call: Call
+) -> Operand:
+    if spec is None:
+        return _high(g, call)
+    return _quantized(g, spec, _negative(axis, g.ndim), _subkey(key, spec, place))
+
+
+def dgrad(residuals: Residuals, g: Array, call: Call) -> Array:
+    """dLhs = Q(dY · sw) · Wq · s1, in the dtype of lhs."""
+    recipe, geometry = call.recipe, call.geometry
+    scale, spec = None, recipe.dgrad.rhs
+    if residuals.rhs_values is not None:
+        scale = residuals.rhs_scale
+        weight = Operand(residuals.rhs_values.astype(jnp.bfloat16), None)
+    elif isinstance(spec, QuantSpec):
+        axis = _negative(geometry.rhs_free, geometry.rhs_ndim)
+        weight = _quantized(as_float32(residuals.rhs), spec, axis, _subkey(residuals.key, spec, _DGRAD_RHS))
+    else:
+        weight = _high(residuals.rhs, call)
+    folded = _folded(as_float32(g), scale, 1, call)
+    gradient = _gradient(folded, recipe.dgrad.lhs, geometry.out_rhs, _DGRAD_LHS, residuals.key, call)
+    out_sharding = permuted(call.lhs_sharding, geometry.dgrad_axes)
+    out = restore(_multiply(gradient, weight, geometry.dgrad, call, "dgrad", out_sharding), geometry.dgrad_axes)
+    if not recipe.activation_estimator.is_identity:
+        out = out * _activation_factor(residuals.lhs, call)
+    return out.astype(call.lhs_dtype)
+
+
+def _activation_factor(lhs: Array, call: Call) -> Array:
+    """f'(u) of the activation's quantizer; 1 for entries that the clamp moved."""
+    recipe, spec = call.recipe, call.recipe.fprop.lhs
+    axis = _negative(call.geometry.lhs_contract, lhs.ndim)
+    value = as_float32(lhs)
+    _, scales, delta = quantize_activation(
+        lhs, dataclasses.replace(spec, rounding=NEAREST_EVEN), axis, recipe.outliers, None
+    )
+    factor = recipe.activation_estimator.factor(scaled_input(value, scales, spec, axis), spec.format)
+    return factor if delta is None else jnp.where(delta != 0, jnp.float32(1), factor)
+
+
+def wgrad(residuals: Residuals, g: Array, call: Call) -> Array:
+    """dRhs = Xqᵀ · Q(dY · sx) · s2 ⊙ f'(W · r): float32 until the cast to the dtype of rhs."""
+    recipe, geometry = call.recipe, call.geometry
+    g = as_float32(g)
+    scale, spec = None, recipe.wgrad.lhs
+    if residuals.lhs_values is not None:
+        scale = residuals.lhs_scale
+        kept = residuals.lhs_values
+        activation = Operand(kept.astype(jnp.bfloat16) if kept.dtype.itemsize == 1 else kept, None)
+    elif isinstance(spec, QuantSpec):
+        axis = _negative(geometry.lhs_free, geometry.lhs_ndim)
+        key = _subkey(residuals.key, spec, _WGRAD_LHS)
+        values, scales, _ = quantize_activation(residuals.lhs, spec, axis, recipe.outliers, key)
+        activation = _operand(values, scales, spec, axis, _activation_format(recipe))
+    else:
+        activation = _high(residuals.lhs, call)
+    gradient = _gradient(
+        _folded(g, scale, 0, call), recipe.wgrad.rhs, geometry.out_lhs, _WGRAD_RHS, residuals.key, call
+    )
+    out_sharding = permuted(call.rhs_sharding, geometry.wgrad_axes)
+    out = _multiply(activation, gradient, geometry.wgrad, call, "wgrad", out_sharding)
+    if residuals.delta is not None:
+        sparse, plain = Operand(residuals.delta, None), _high(g, call)
+        out = out + _multiply(sparse, plain, geometry.wgrad, call, "occ", out_sharding)
+    out = restore(out, geometry.wgrad_axes)
+    if not recipe.weight_estimator.is_identity:
+        spec, value = recipe.fprop.rhs, as_float32(residuals.rhs)
+        axis = _negative(geometry.rhs_contract, geometry.rhs_ndim)
+        scales = find_scales(value, spec, axis)
+        out = out * recipe.weight_estimator.factor(scaled_input(value, scales, spec, axis), spec.format)
+    return out.astype(call.rhs_dtype)
