@@ -1,0 +1,33 @@
+"""What goes wrong with checkpoints, as exceptions that a caller can tell apart."""
+
+from pathlib import Path
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be written, or cannot be used. The subclasses say which step and why."""
+
+
+class UnusableStepError(CheckpointError):
+    """A committed step cannot be restored.
+
+    Attributes:
+        step: the step asked for.
+        path: its directory.
+        last_good: the newest other step that can be restored, or None.
+    """
+
+    def __init__(self, message: str, *, step: int, path: Path, last_good: int | None):
+        super().__init__(message)
+        self.step, self.path, self.last_good = step, path, last_good
+
+
+class DamagedCheckpointError(UnusableStepError):
+    """The step no longer holds what was written: a file is missing, truncated or altered, or a leaf differs."""
+
+
+class CheckpointMismatchError(UnusableStepError):
+    """The step is sound and does not fit the target: other leaves, shapes or dtypes."""
+
+
+class StepProblem(Exception):
+    """Internal: why one step cannot be used. `Checkpointer` turns it into an error that names the last good step."""
