@@ -1,0 +1,1 @@
+"""Training: data, loss, step, checkpoint and the loop around them."""
