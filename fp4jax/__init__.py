@@ -5,7 +5,7 @@ array → outliers → scale → round → QTensor → dot_general → layer →
 """
 
 from fp4jax import recipes
-from fp4jax.dot import DotGeneral, dot_general
+from fp4jax.dot import DotGeneral, dot_general, explain
 from fp4jax.estimators import DGE, STE, ClippedSTE, fake_quant
 from fp4jax.formats import E1M2, E2M1, E3M0, E4M3, E5M2, E8M0, FloatFormat
 from fp4jax.outliers import OCC, clamp_outliers

@@ -193,7 +193,7 @@ def _select_by_histogram(keys: Array, ranks: tuple[int, ...], bits: int) -> list
 
     def find(counts, rank):
         running = jnp.cumsum(counts)
-        digit = jnp.searchsorted(running, rank, side="right").astype(jnp.int32)
+        digit = jnp.sum((running <= rank).astype(jnp.int32))
         return digit, rank - (running[digit] - counts[digit])
 
     bins = jnp.zeros(2**16, jnp.int32)
