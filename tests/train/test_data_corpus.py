@@ -6,6 +6,7 @@ import hashlib
 import importlib
 import json
 import lzma
+import re
 import sys
 from pathlib import Path
 
@@ -256,6 +257,16 @@ def test_absent_packages_are_named_with_their_extra(monkeypatch, tmp_path, novel
         use()
     # What is left works without them: reading text, splitting, and validation.
     assert len(sampling.validation_batches(novels.split().validation, 64, 4, limit=2)) == 2
+
+
+def test_examples_of_the_documentation_run(tmp_path, monkeypatch):
+    page = Path(__file__).parents[2] / "docs" / "data.md"
+    examples = "\n".join(re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "notes.txt").write_text("A line of text, and another.\n\n" * 2000)
+    test = doctest.DocTestParser().get_doctest(examples, {}, "data.md", str(page), 0)
+    assert len(test.examples) > 5
+    assert doctest.DocTestRunner(verbose=False).run(test).failed == 0
 
 
 @pytest.mark.parametrize("module", ["text", "tokenizer", "corpus", "load", "sampling", "preparation"])

@@ -2,6 +2,7 @@
 
 import itertools
 import lzma
+import os
 import re
 import string
 from pathlib import Path
@@ -112,6 +113,12 @@ def test_missing_file_and_folder(tmp_path):
             use(tmp_path / "nowhere.txt")
         with pytest.raises(DataError, match="is a folder: give text files, or one folder that `fp4jax data prepare`"):
             use(tmp_path)
+
+
+def test_pipes_are_refused_and_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(DataError, match="is a pipe or a device, and text is read more than once: write it to a file"):
+        documents(tmp_path / "pipe")
 
 
 def test_bad_rules():

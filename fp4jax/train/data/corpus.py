@@ -183,15 +183,15 @@ class Corpus:
                 for source, chosen in enumerate(held)
                 for index in range(len(chosen))
             )
-            due = -self.num_tokens / len(walk) / 2  # half a document: the last one taken may be too many or too few
+            # Half a document, since the last one taken is as often too many as too few. So the first is never taken.
+            due = -self.num_tokens / len(walk) / 2
             for source, _, index in walk:
                 start, end = self.sources[source].spans[index]
                 held[source][index] = take = due >= 0
                 due += (validation_fraction - take) * (end - start)
-            taken = sum(int(chosen.sum()) for chosen in held)
-            if taken in (0, len(walk)):
+            if not any(chosen.any() for chosen in held):
                 source, _, index = min(walk, key=lambda entry: entry[1])
-                held[source][index] = taken == 0
+                held[source][index] = True
         return Split(
             dataclasses.replace(self, sources=tuple(s.select(~chosen) for s, chosen in zip(self.sources, held))),
             dataclasses.replace(self, sources=tuple(s.select(chosen) for s, chosen in zip(self.sources, held))),

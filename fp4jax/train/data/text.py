@@ -164,6 +164,10 @@ def _mark_last(blocks: Iterable[str]) -> Iterator[tuple[str, bool]]:
 def _open(path: Path) -> BinaryIO:
     if path.is_dir():
         raise DataError(f"{str(path)!r} is a folder: give text files, or one folder that `fp4jax data prepare` wrote")
+    if path.exists() and not path.is_file():
+        raise DataError(
+            f"{str(path)!r} is a pipe or a device, and text is read more than once: write it to a file first"
+        )
     try:
         return path.open("rb")
     except FileNotFoundError:
