@@ -7,10 +7,11 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from fp4jax.exact import as_float32
 from fp4jax.formats import FloatFormat
 from fp4jax.quantize import QuantSpec, find_scales, quantize, scaled_input
 from fp4jax.rounding import position
-from fp4jax.scaling import as_float32, normalize_axis
+from fp4jax.scaling import normalize_axis
 from fp4jax.typing import Array, Axis, Key
 
 
@@ -45,7 +46,9 @@ class STE(Estimator):
 
 @dataclasses.dataclass(frozen=True)
 class ClippedSTE(Estimator):
-    """Straight-through inside the range: f' = 1 where |u| ≤ max, else 0. Under ``AbsMax`` scales all of it is inside."""
+    """Straight-through inside the range: f' = 1 where |u| ≤ max, else 0. Under ``AbsMax`` scales all of it is
+    inside.
+    """
 
     def factor(self, u, format):
         return (jnp.abs(u.astype(jnp.float32)) <= jnp.float32(format.max)).astype(u.dtype)
@@ -60,8 +63,8 @@ class DGE(Estimator):
 
         f'(u) = min(|p|^(1/k - 1) / k, clip).
 
-    That is ``clip`` at the midpoints and 1/k on the grid; the mean over an interval is .593 for k = 5, clip = 3. ±max and
-    anything past it count as the end of the outermost interval. Meant for weights.
+    That is ``clip`` at the midpoints and 1/k on the grid; the mean over an interval is .593 for k = 5, clip = 3. ±max
+    and anything past it count as the end of the outermost interval. Meant for weights.
 
     Args:
         k: > 1; larger is nearer to the staircase (paper: 5; 3 and 10 in its ablation).

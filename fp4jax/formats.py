@@ -17,8 +17,8 @@ _STORES = (ml_dtypes.float8_e4m3fn, ml_dtypes.bfloat16, np.float32)
 class FloatFormat:
     """A small floating-point format.
 
-    A code with exponent field E > 0 and mantissa field M stands for ``±2^(E - 1 + min_exponent) · (1 + M / 2^m)``, one
-    with E = 0 for ``±2^min_exponent · M / 2^m`` (m = ``mantissa_bits``). The grid ends at ``max``: codes beyond it, which
+    A code with exponent field E > 0 and mantissa field M stands for ``±2^(E - bias) · (1 + M / 2^m)``, one with E = 0
+    for ``±2^(1 - bias) · M / 2^m`` (m = ``mantissa_bits``). The grid ends at ``max``: codes beyond it, which
     hold NaN or infinity in E4M3 and E5M2, are not values.
 
     Args:
@@ -27,7 +27,7 @@ class FloatFormat:
         mantissa_bits: bits of the mantissa field.
         max: the largest finite value.
         dtype: the ml_dtypes type of the same name, or None if there is none.
-        min_exponent: exponent of the smallest normal value; by default that of an IEEE bias, ``2 - 2^(exponent_bits-1)``.
+        bias: of the exponent field; by default IEEE's, ``2^(exponent_bits - 1) - 1``.
         signed: whether there is a sign bit (E8M0 has none, and no zero either).
 
     Raises:
@@ -50,12 +50,10 @@ class FloatFormat:
     mantissa_bits: int
     max: float
     dtype: type | None = None
-    min_exponent: int | None = None
+    bias: int | None = None
     signed: bool = True
 
     def __post_init__(self):
-        if self.min_exponent is None:
-            object.__setattr__(self, "min_exponent", 2 - 2 ** (self.exponent_bits - 1))
         if not np.any(self.grid == np.float32(self.max)):
             raise ValueError(
                 f"max={self.max} is not a value of a format with {self.exponent_bits} exponent and "
@@ -66,6 +64,12 @@ class FloatFormat:
     def bits(self) -> int:
         """Bits of one code, the sign included."""
         return self.signed + self.exponent_bits + self.mantissa_bits
+
+    @property
+    def min_exponent(self) -> int:
+        """Exponent of the smallest normal value."""
+        bias = 2 ** (self.exponent_bits - 1) - 1 if self.bias is None else self.bias
+        return self.signed - bias
 
     def _codes(self) -> np.ndarray:
         fields = np.arange(2 ** (self.exponent_bits + self.mantissa_bits))
@@ -107,7 +111,7 @@ E1M2 = FloatFormat("e1m2", 1, 2, 3.5)
 E3M0 = FloatFormat("e3m0", 3, 0, 16.0)
 E4M3 = FloatFormat("e4m3", 4, 3, 448.0, ml_dtypes.float8_e4m3fn)
 E5M2 = FloatFormat("e5m2", 5, 2, 57344.0, ml_dtypes.float8_e5m2)
-E8M0 = FloatFormat("e8m0", 8, 0, 2.0**127, ml_dtypes.float8_e8m0fnu, min_exponent=-127, signed=False)
+E8M0 = FloatFormat("e8m0", 8, 0, 2.0**127, ml_dtypes.float8_e8m0fnu, signed=False)
 
 FORMATS = {f.name: f for f in (E2M1, E1M2, E3M0, E4M3, E5M2, E8M0)}
 

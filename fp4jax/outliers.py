@@ -10,8 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from fp4jax.exact import as_float32
 from fp4jax.formats import E4M3, FloatFormat
-from fp4jax.scaling import as_float32, manual_axes, normalize_axis
+from fp4jax.scaling import manual_axes, normalize_axis
 from fp4jax.typing import Array, Axis, AxisName
 
 SAMPLES = 16384  # what quantile="sampled" looks at
@@ -21,17 +22,19 @@ SAMPLES = 16384  # what quantile="sampled" looks at
 class OCC:
     """Outlier clamping and compensation (arXiv:2501.17116, §3.2, Eq. 9).
 
-    With lo and hi the (1-α) and α quantiles of the *signed* values, ``Xc = clip(X, lo, hi)`` and ``ΔX = X - Xc``: about 2(1-α) of
-    the entries are outliers. α = 1 is the identity. Quantiles are order statistics without interpolation, of the sorted
-    values s[0 … n-1]: lo = s[int((1-α) n)], hi = s[min(int(α n), n-1)].
+    With lo and hi the (1-α) and α quantiles of the *signed* values, ``Xc = clip(X, lo, hi)`` and ``ΔX = X - Xc``:
+    about 2(1-α) of the entries are outliers. α = 1 is the identity. Quantiles are order statistics without
+    interpolation, of the sorted values s[0 … n-1]: lo = s[int((1-α) n)], hi = s[min(int(α n), n-1)].
 
     Args:
         alpha: in (0.5, 1].
-        quantile: ``"exact"`` counts and equals sorting; ``"sampled"`` sorts a fixed strided sample of at most 16,384 values.
+        quantile: ``"exact"`` counts and equals sorting; ``"sampled"`` sorts a fixed strided sample of at most 16,384
+            values.
         scope: ``"tensor"``: one pair of thresholds, so a token's value depends on all the others (later ones too: use
             ``"vector"`` for decoding); ``"vector"``: a pair for each vector along the contraction axis.
-        compensation: what becomes of ΔX in a product. ``"none"``: dropped. ``"residual"``: carried in ``residual_format``
-            inside the quantized operand. ``"sparse"``: a product of its own, ΔX · Q(W), in the activation's dtype.
+        compensation: what becomes of ΔX in a product. ``"none"``: dropped. ``"residual"``: carried in
+            ``residual_format`` inside the quantized operand. ``"sparse"``: a product of its own, ΔX · Q(W), in the
+            activation's dtype.
         residual_format: format of the carried entries (its grid must hold that of the values), or None for float32.
         capacity: for ``"sparse"``, the largest share of entries that may be outliers; by default 2(1-α), which an exact
             quantile never exceeds, so nothing overflows. A smaller one is refused rather than dropped in silence.
@@ -53,14 +56,16 @@ class OCC:
         if not 0.5 < self.alpha <= 1:
             raise ValueError(f"alpha={self.alpha} must be in (0.5, 1]")
         choices = {
-            "quantile": ("exact", "sampled"), "scope": ("tensor", "vector"), "compensation": ("none", "residual", "sparse")
+            "quantile": ("exact", "sampled"), "scope": ("tensor", "vector"), "compensation": ("none", "residual",
+            "sparse")
         }  # fmt: skip
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name}={getattr(self, name)!r} is none of {', '.join(map(repr, allowed))}")
         if self.compensation == "sparse" and self.quantile != "exact":
             raise ValueError(
-                'compensation="sparse" needs quantile="exact": only then is the number of outliers bounded, by 2(1-alpha)'
+                'compensation="sparse" needs quantile="exact": only then is the number of outliers bounded, by '
+                "2(1-alpha)"
             )
         if self.capacity is not None and self.capacity < 2 * (1 - self.alpha) * (1 - 1e-9):
             raise ValueError(
@@ -70,10 +75,11 @@ class OCC:
 
 
 def clamp_outliers(x: Array, occ: OCC, *, axis: Axis) -> tuple[Array, Array]:
-    """Splits ``x`` into ``(clamped, residual)``: clip(x, lo, hi), and x minus that, both of the shape and dtype of ``x``.
+    """Splits ``x`` into ``(clamped, residual)``: clip(x, lo, hi), and x minus that.
 
-    NaN stays in ``clamped``; thresholds of a tensor that holds NaN or infinity mean nothing. The derivatives of the two add up
-    to the identity: the thresholds are constants, an entry's gradient goes to the part that moves with it.
+    Both have the shape and dtype of ``x``. NaN stays in ``clamped``; thresholds of a tensor that holds NaN or infinity
+    mean nothing. The derivatives of the two add up to the identity: the thresholds are constants, and an entry's gradient
+    goes to the part that moves with it.
 
     Args:
         x: float32, bfloat16 or float16.
@@ -213,7 +219,7 @@ def _select_by_histogram(keys: Array, ranks: tuple[int, ...], bits: int) -> list
 def _select_by_bisection(
     keys: Array, ranks: tuple[int, ...], bits: int, axes: tuple[int, ...], names: tuple[AxisName, ...]
 ) -> list[Array]:
-    """The smallest key with count(keys ≤ key) > rank, by halving the range: as many passes as bits, all ranks in each."""
+    """The smallest key with count(keys ≤ key) > rank, by halving the range: a pass a bit, all ranks in each."""
 
     def halve(_, bounds):
         result = []
@@ -243,7 +249,7 @@ def _hadamard_matrix(size: int) -> np.ndarray:
 
 
 def hadamard_rotate(x: Array, *, axis: int, size: int = 16) -> Array:
-    """Rotates each run of ``size`` values along ``axis`` by the orthonormal Sylvester-Hadamard matrix, which spreads outliers.
+    """Rotates each run of ``size`` values along ``axis`` by the orthonormal Hadamard matrix, which spreads outliers.
 
     The matrix is symmetric, so the same call rotates back; rotating both operands of a product along their contraction
     axis leaves the product as it was.

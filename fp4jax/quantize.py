@@ -8,21 +8,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from fp4jax.exact import as_float32, magnitude, multiply
 from fp4jax.formats import FloatFormat
 from fp4jax.rounding import NEAREST_EVEN, Rounding
-from fp4jax.scaling import (
-    AbsMax,
-    Granularity,
-    PerVector,
-    Scales,
-    ScaleRule,
-    TwoLevel,
-    as_float32,
-    magnitude,
-    manual_axes,
-    multiply,
-    normalize_axis,
-)
+from fp4jax.scaling import AbsMax, Granularity, PerVector, ScaleRule, Scales, TwoLevel, manual_axes, normalize_axis
 from fp4jax.typing import Array, Axis, Key
 
 
@@ -144,8 +133,8 @@ def grid_values(x: Array, scales: Scales, spec: QuantSpec, axis: tuple[int, ...]
 def quantize(x: Array, spec: QuantSpec, *, axis: Axis, key: Key | None = None) -> QTensor:
     """Quantizes ``x``: one rounding from its own precision to the grid of ``spec.format``, under one scale a block.
 
-    values = round(x · r) and x ≈ values · scale, with r and scale as ``fp4jax.scaling`` pins them. The result is the same bit
-    for bit under jit, vmap, scan, remat and on any mesh. It has no gradient: see ``fake_quant``.
+    values = round(x · r) and x ≈ values · scale, with r and scale as ``fp4jax.scaling`` pins them. The result is the
+    same bit for bit under jit, vmap, scan, remat and on any mesh. It has no gradient: see ``fake_quant``.
 
     Args:
         x: float32, bfloat16 or float16 array of any shape, empty ones included.

@@ -50,15 +50,16 @@ class Recipe:
         dgrad   dX[m,k] = s1[m] · Σn Q(dY[m,n] · sw[n]) · Wq[k,n]
         wgrad   dW[k,n] = s2[n] · Σm Xq[m,k] · Q(dY[m,n] · sx[m])  ⊙ f'(W · r)
 
-    The scale of a reused operand lies along the contraction axis of the backward product, so it is folded into the gradient
-    before that is quantized. Where dgrad or wgrad name a spec of their own for W or X, it is quantized again along
-    the new axis; None leaves an operand in the dtype of the activation.
+    The scale of a reused operand lies along the contraction axis of the backward product, so it is folded into the
+    gradient before that is quantized. Where dgrad or wgrad name a spec of their own for W or X, it is quantized again
+    along the new axis; None leaves an operand in the dtype of the activation.
 
     Args:
         name: short name, for tables and ``explain``.
         fprop, dgrad, wgrad: the products.
         weight_estimator: gradient through the quantizer of W.
-        activation_estimator: gradient through that of X. Entries that ``outliers`` clamps pass their gradient unchanged.
+        activation_estimator: gradient through that of X. Entries that ``outliers`` clamps pass their gradient
+            unchanged.
         outliers: what to do with outliers of X before it is quantized; None for nothing.
         output_dtype: dtype of Y; by default that of the activation.
 
@@ -108,18 +109,19 @@ class Recipe:
             "wgrad.rhs": self.wgrad.rhs,
         }
         for place, operand in places.items():
-            if operand is REUSE or isinstance(operand, Reuse):
+            if isinstance(operand, Reuse):
                 raise ValueError(
-                    f"{place}=REUSE has nothing to reuse; REUSE is for dgrad.rhs (the weight) and wgrad.lhs (the activation)"
+                    f"{place}=REUSE has nothing to reuse; REUSE is for dgrad.rhs (the weight) and wgrad.lhs (the "
+                    "activation)"
                 )
         for place, operand, source in (
-            ("dgrad.rhs", self.dgrad.rhs, self.fprop.rhs),
-            ("wgrad.lhs", self.wgrad.lhs, self.fprop.lhs),
+            ("dgrad.rhs", self.dgrad.rhs, self.weight_spec),
+            ("wgrad.lhs", self.wgrad.lhs, self.activation_spec),
         ):
             if isinstance(operand, Reuse) and source is not None and not source.granularity.leaves_the_sum:
                 raise ValueError(
-                    f"{place}=REUSE cannot reuse an operand with scales by {source.granularity!r}, which lie along fprop's "
-                    "contraction; give it a QuantSpec of its own, and it is quantized again along the new axis"
+                    f"{place}=REUSE cannot reuse an operand with scales by {source.granularity!r}, which lie along "
+                    "fprop's contraction; give it a QuantSpec of its own, and it is quantized again along the new axis"
                 )
 
     def _check_parts(self):
@@ -129,25 +131,36 @@ class Recipe:
             )
         if not self.activation_estimator.is_identity and self.fprop.lhs is None:
             raise ValueError(
-                f"activation_estimator={self.activation_estimator!r} needs a quantized activation, but fprop.lhs is None"
+                f"activation_estimator={self.activation_estimator!r} needs a quantized activation, but fprop.lhs is "
+                "None"
             )
         if self.outliers is None:
             return
-        if self.fprop.lhs is None:
+        if self.activation_spec is None:
             raise ValueError("outliers needs a quantized activation, but fprop.lhs is None")
         carrier = self.outliers.residual_format
         if self.outliers.compensation == "residual" and carrier is not None:
-            missing = np.setdiff1d(self.fprop.lhs.format.grid, carrier.grid)
+            missing = np.setdiff1d(self.activation_spec.format.grid, carrier.grid)
             if missing.size:
                 raise ValueError(
-                    f"outliers.residual_format={carrier!r} cannot hold the values of {self.fprop.lhs.format!r} (such as "
-                    f"{missing[-1]}); use E4M3, or None for float32"
+                    f"outliers.residual_format={carrier!r} cannot hold the values of {self.activation_spec.format!r} "
+                    f"(such as {missing[-1]}); use E4M3, or None for float32"
                 )
 
     @property
     def specs(self) -> dict[str, Operand]:
         """The six operands by place, such as ``"dgrad.lhs"``."""
         return {f"{p}.{s}": getattr(getattr(self, p), s) for p in ("fprop", "dgrad", "wgrad") for s in ("lhs", "rhs")}
+
+    @property
+    def activation_spec(self) -> QuantSpec | None:
+        """What fprop quantizes the activation to."""
+        return self.fprop.lhs if isinstance(self.fprop.lhs, QuantSpec) else None
+
+    @property
+    def weight_spec(self) -> QuantSpec | None:
+        """What fprop quantizes the weight to."""
+        return self.fprop.rhs if isinstance(self.fprop.rhs, QuantSpec) else None
 
     @property
     def quantizes(self) -> bool:

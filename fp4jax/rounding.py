@@ -1,8 +1,8 @@
 """How a real number lands on the grid of a format.
 
 A float32 ``u`` is first clipped to ±max. With e its exponent (at least that of the smallest normal value) and
-``step = 2^(e - mantissa_bits)``, the neighbors of u are ``floor(|u| / step)`` and one more, times step. All of this is exact
-in float32, so every backend agrees bit for bit, and no narrower type stands in between. NaN stays NaN.
+``step = 2^(e - mantissa_bits)``, the neighbors of u are ``floor(|u| / step)`` and one more, times step. All of this
+is exact in float32, so every backend agrees bit for bit, and no narrower type stands in between. NaN stays NaN.
 """
 
 import abc
@@ -43,7 +43,9 @@ def position(u: Array, format: FloatFormat) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class Rounding(abc.ABC):
-    """A rule that takes float32 to the grid of a format; saturates at ±max; a zero result keeps the sign of its input."""
+    """A rule that takes float32 to the grid of a format; saturates at ±max; a zero result keeps the sign of its
+    input.
+    """
 
     name = ""
     needs_key = False
@@ -85,7 +87,9 @@ class NearestEven(Rounding):
 
 
 class TiesUp(Rounding):
-    """To the nearest value, ties toward +infinity: the lookup table of the paper's kernel (arXiv:2501.17116, App. A)."""
+    """To the nearest value, ties toward +infinity: the lookup table of the paper's kernel (arXiv:2501.17116, App.
+    A).
+    """
 
     name = "ties_up"
 
@@ -110,6 +114,7 @@ class Stochastic(Rounding):
         magnitude = jnp.abs(scaled)
         floor = jnp.floor(magnitude)
         threshold = (magnitude - floor) * jnp.float32(2**NOISE_BITS)
+        assert key is not None  # __call__ has checked
         landed = floor + (noise(key, scaled) < threshold).astype(jnp.float32)
         return _copysign(landed, scaled)
 

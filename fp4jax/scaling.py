@@ -1,15 +1,16 @@
 """Who shares a scale (granularity), and how the scale itself is stored (scale rule).
 
-The arithmetic is pinned, so that NumPy, XLA and kernels agree bit for bit. For a block of finite values and a format whose
-largest value is M, in float32 with one rounding an operation:
+The arithmetic is pinned, so that NumPy, XLA and kernels agree bit for bit. For a block of finite values and a format
+whose largest value is M, in float32 with one rounding an operation:
 
     amax  = max |x|, clamped to [M · 2^-125, M · 2^126]
     r     = M / amax                       (one division a block)
     u     = x · r                          (what is rounded to the grid)
     scale = amax · float32(1 / M)          (a product with a constant; x ≈ values · scale)
 
-An all-zero block has scale 1. A block that holds NaN or infinity has scale NaN, so all of it dequantizes to NaN. Subnormal
-inputs count with their exact value, although XLA's CPU and GPU code flushes them: see ``magnitude`` and ``multiply``.
+An all-zero block has scale 1. A block that holds NaN or infinity has scale NaN, so all of it dequantizes to NaN.
+Subnormal inputs count with their exact value, although XLA's CPU and GPU code flushes them: see ``magnitude`` and
+``multiply``.
 """
 
 import abc
@@ -27,43 +28,7 @@ from fp4jax.formats import E4M3, E8M0, FloatFormat
 from fp4jax.rounding import NEAREST_EVEN
 from fp4jax.typing import Array, Axis, AxisName
 
-_TINY = np.float32(2.0**-126)
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
-
-
-def as_float32(x: Array) -> Array:
-    """Exact float32 of a float32, bfloat16 or float16 array, pinned to the precision of its dtype.
-
-    Without the pin XLA may hand on the unrounded float32 from which the bfloat16 was made: 250 of 256 scales then
-    differed between jit and eager. The bit path also keeps subnormal bfloat16 values.
-
-    Raises:
-        TypeError: for any other dtype.
-    """
-    match x.dtype:
-        case jnp.float32:
-            return x
-        case jnp.bfloat16:
-            bits = lax.bitcast_convert_type(x, jnp.uint16).astype(jnp.uint32) << 16
-            return lax.bitcast_convert_type(bits, jnp.float32)
-        case jnp.float16:
-            return lax.reduce_precision(x, 5, 10).astype(jnp.float32)
-    raise TypeError(f"x has dtype {x.dtype}; quantization takes float32, bfloat16 or float16 (cast it first)")
-
-
-def magnitude(x: Array) -> Array:
-    """|x| with every subnormal raised to 2⁻¹²⁶, so that flushing to zero cannot hide a block that is not all zero."""
-    nonzero = lax.bitcast_convert_type(x, jnp.int32) << 1 != 0
-    return jnp.where(nonzero, jnp.maximum(jnp.abs(x), _TINY), jnp.float32(0))
-
-
-def multiply(x: Array, r: Array) -> Array:
-    """x · r rounded once, with subnormal x as IEEE 754 has it: XLA's CPU and GPU code reads a subnormal factor as 0."""
-    bits = lax.bitcast_convert_type(x, jnp.int32)
-    field = bits & 0x7FFFFFFF
-    units = field.astype(jnp.float32) * (r * jnp.float32(2.0**-149))
-    subnormal = jnp.where(bits < 0, -units, units)
-    return jnp.where(field < 0x00800000, subnormal, x * r)
 
 
 def normalize_axis(axis: Axis, ndim: int) -> tuple[int, ...]:
@@ -109,7 +74,8 @@ def manual_axes(x: Array) -> tuple[AxisName, ...]:
 class Granularity(abc.ABC):
     """Which values share a scale. ``axis`` is always a tuple of negative axes: the contraction axes, in order.
 
-    A granularity may carry ``axis_name``: the manual mesh axes, inside a ``jax.shard_map``, over which blocks are split.
+    A granularity may carry ``axis_name``: the manual mesh axes, inside a ``jax.shard_map``, over which blocks are
+    split.
     """
 
     axis_name: AxisName | None = None
@@ -175,7 +141,8 @@ class PerVector(Granularity):
 class PerBlock(Granularity):
     """One scale for each ``size`` values along the contraction axis; the last block may be short.
 
-    Scale shape: that of the tensor with ceil(k / size) along the contraction axis. Several contraction axes count as one
+    Scale shape: that of the tensor with ceil(k / size) along the contraction axis. Several contraction axes count as
+    one
     long axis, in the order given: the blocks then stand along the last of them and the others are 1.
 
     Raises:
@@ -257,7 +224,9 @@ def _check_positive(owner: object, **sizes: int) -> None:
 
 
 def _split(x: Array, axis: int, size: int) -> Array:
-    """Splits a negative axis [k] into [blocks, size], zero-padding the end; size stands at ``axis``, blocks before it."""
+    """Splits a negative axis [k] into [blocks, size], zero-padding the end; size stands at ``axis``, blocks before
+    it.
+    """
     k = x.shape[axis]
     count = -(-k // size)
     widths = [(0, 0)] * x.ndim
@@ -300,7 +269,7 @@ class ScaleRule(abc.ABC):
         """
 
     def decode(self, scale: Array, outer_scale: Array | None) -> Array:
-        """The float32 factor that a stored scale stands for."""
+        """The float32 factor that a stored scale stands for; without ``outer_scale``, less that of the tensor."""
         return scale
 
     @property
@@ -323,7 +292,9 @@ def _replace(value: Array, amax: Array, zero: float, nonfinite: float) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class AbsMax(ScaleRule):
-    """float32 scale amax / M: the largest value of a block lands on ±M (arXiv:2501.17116, Eq. 1, with γ = 1 / scale)."""
+    """float32 scale amax / M: the largest value of a block lands on ±M (arXiv:2501.17116, Eq. 1, with γ = 1 /
+    scale).
+    """
 
     def __call__(self, amax, format, names=()):
         clamped = _clamp(amax, format)
@@ -375,7 +346,7 @@ class PowerOfTwo(ScaleRule):
         e = jnp.where(amax == 0, 0, e)
         byte = jnp.where(jnp.isfinite(amax), e + 127, 255).astype(jnp.uint8)
         reciprocal = lax.bitcast_convert_type((127 - e) << 23, jnp.float32)
-        scale = lax.bitcast_convert_type(byte, E8M0.dtype)
+        scale = lax.bitcast_convert_type(byte, E8M0.storage_dtype)
         return Scales(scale, None, jnp.where(jnp.isfinite(amax), reciprocal, jnp.float32(np.nan)))
 
     def decode(self, scale, outer_scale):
@@ -412,10 +383,11 @@ class TwoLevel(ScaleRule):
         wanted = (amax * jnp.float32(1.0 / format.max)) * inverse
         block = jnp.maximum(NEAREST_EVEN(wanted, E4M3), jnp.float32(E4M3.grid[E4M3.grid > 0][0]))
         block = _replace(block, amax, 1, np.nan)
-        return Scales(block.astype(E4M3.dtype), outer, inverse / block)
+        return Scales(block.astype(E4M3.storage_dtype), outer, inverse / block)
 
     def decode(self, scale, outer_scale):
-        return scale.astype(jnp.float32) * outer_scale
+        block = scale.astype(jnp.float32)
+        return block if outer_scale is None else block * outer_scale
 
     @property
     def exact_in_bfloat16(self):

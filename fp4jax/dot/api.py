@@ -54,7 +54,8 @@ def dot_general(
         precision: for products with an operand in float32; grid values need none.
         preferred_element_type: dtype of the result; by default the recipe's, else that of ``lhs``.
         out_sharding: of the result, on an Explicit mesh.
-        recipe: what to quantize. One that quantizes nothing is ``lax.dot_general`` on ``rhs`` cast to the dtype of ``lhs``.
+        recipe: what to quantize. One that quantizes nothing is ``lax.dot_general`` on ``rhs`` cast to the dtype of
+            ``lhs``.
         key: PRNG key, compulsory if ``recipe.needs_key``. Every quantizer folds in its own number.
         backend: name of a backend; None takes the best that supports the call.
 
@@ -94,7 +95,7 @@ def dot_general(
         rhs_dtype=rhs.dtype,
         out_dtype=out_dtype,
         backend="",
-        precision=lax.canonicalize_precision(precision) if hasattr(lax, "canonicalize_precision") else precision,
+        precision=precision,
         out_sharding=out_sharding,
         lhs_sharding=explicit_sharding(lhs),
         rhs_sharding=explicit_sharding(rhs),
@@ -103,7 +104,9 @@ def dot_general(
 
 
 def _align(lhs: Array, rhs: Array) -> tuple[Array, Array]:
-    """Inside shard_map, makes both operands vary over the same mesh axes; the transpose sums the gradients of the other."""
+    """Inside shard_map, makes both operands vary over the same mesh axes; the transpose sums the gradients of the
+    other.
+    """
     varying = [jax.typeof(x).manual_axis_type.varying for x in (lhs, rhs)]
     both = varying[0] | varying[1]
     lhs, rhs = (

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import hashlib
+from typing import Any
 
 import jax
 import numpy as np
@@ -37,7 +38,7 @@ class Call:
     rhs_dtype: np.dtype
     out_dtype: np.dtype
     backend: str
-    precision: lax.Precision | tuple[lax.Precision, lax.Precision] | None = None
+    precision: Any = None
     out_sharding: NamedSharding | PartitionSpec | None = None
     lhs_sharding: NamedSharding | None = None
     rhs_sharding: NamedSharding | None = None

@@ -19,7 +19,8 @@ class Product:
     """One matrix product of a program.
 
     Attributes:
-        kind: ``"fprop"``, ``"dgrad"``, ``"wgrad"``, ``"occ"`` (sparse compensation), or ``"plain"`` for a product without a recipe.
+        kind: ``"fprop"``, ``"dgrad"``, ``"wgrad"``, ``"occ"`` (sparse compensation), or ``"plain"`` for a product
+            without a recipe.
         recipe, backend: names; ``"-"`` for a plain product.
         lhs, rhs: formats, or the dtype of an operand in high precision.
         b, m, n, k: sizes: batch, lhs free, rhs free, contraction.
@@ -56,7 +57,7 @@ class Explanation:
 
     def __str__(self) -> str:
         header = ("product", "recipe", "backend", "lhs", "rhs", "b × m × n × k", "runs", "GFLOP")
-        rows = [header]
+        rows: list[tuple[str, ...]] = [header]
         for p in self.products:
             size = f"{p.b} × {p.m} × {p.n} × {p.k}"
             rows.append((p.kind, p.recipe, p.backend, p.lhs, p.rhs, size, str(p.count), f"{p.flops / 1e9:.3g}"))
@@ -104,7 +105,7 @@ def _walk(jaxpr: core.Jaxpr, count: int) -> Iterator[Product]:
                 if dot.primitive.name == "dot_general":
                     yield _product(dot, count, kind, call.recipe.name, call.backend, *_formats(call.recipe, kind, dot))
         elif eqn.primitive.name == "dot_general":
-            dtypes = (str(v.aval.dtype) for v in eqn.invars)
+            dtypes = (_dtype(v) for v in eqn.invars)
             yield _product(eqn, count, "plain", "-", "-", *dtypes)
         else:
             trips = eqn.params["length"] if eqn.primitive.name == "scan" else 1
@@ -121,21 +122,32 @@ def _subjaxprs(eqn: core.JaxprEqn) -> Iterator[core.Jaxpr]:
                 yield item
 
 
+def _dtype(variable) -> str:
+    return str(variable.aval.dtype)
+
+
+def _shape(variable) -> tuple[int, ...]:
+    return variable.aval.shape
+
+
 def _formats(recipe: Recipe, kind: str, dot: core.JaxprEqn) -> tuple[str, str]:
     if kind == "occ":
-        return str(dot.invars[0].aval.dtype), str(dot.invars[1].aval.dtype)
+        return _dtype(dot.invars[0]), _dtype(dot.invars[1])
     gemm = getattr(recipe, kind)
     shown = []
-    for side, variable, source in (("lhs", dot.invars[0], recipe.fprop.lhs), ("rhs", dot.invars[1], recipe.fprop.rhs)):
+    for side, variable, source in (
+        ("lhs", dot.invars[0], recipe.activation_spec),
+        ("rhs", dot.invars[1], recipe.weight_spec),
+    ):
         spec = getattr(gemm, side)
         spec = source if isinstance(spec, Reuse) else spec
-        shown.append(repr(spec.format) if isinstance(spec, QuantSpec) else str(variable.aval.dtype))
+        shown.append(repr(spec.format) if isinstance(spec, QuantSpec) else _dtype(variable))
     return shown[0], shown[1]
 
 
 def _product(eqn: core.JaxprEqn, count: int, kind: str, recipe: str, backend: str, lhs: str, rhs: str) -> Product:
     (contract, _), (batch, _) = eqn.params["dimension_numbers"]
-    shapes = [v.aval.shape for v in eqn.invars]
+    shapes = [_shape(v) for v in eqn.invars]
     b = math.prod(shapes[0][a] for a in batch)
     k = math.prod(shapes[0][a] for a in contract)
     m, n = (math.prod(s) // max(1, b * k) for s in shapes)

@@ -46,8 +46,8 @@ class Geometry:
             sides.append(tuple(int(a) % ndim for a in axes))
         if not sides[0]:
             raise ValueError(
-                f"dimension_numbers={dimension_numbers} contracts nothing, so there is no axis for scales to run along; "
-                "use recipe=fp4jax.recipes.bf16()"
+                f"dimension_numbers={dimension_numbers} contracts nothing, so there is no axis for scales to run "
+                "along; use recipe=fp4jax.recipes.bf16()"
             )
         return cls(lhs_ndim, rhs_ndim, *sides)
 

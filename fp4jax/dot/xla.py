@@ -1,11 +1,11 @@
 """The "xla" backend: the meaning of a recipe. Runs everywhere; every other backend is compared with it.
 
-Values of the grid are computed by arithmetic and multiplied in bfloat16, which holds them exactly, with float32 sums; scales
-are applied to the sums, lhs first. What backward needs of a quantized operand is kept in E4M3 (a byte a value).
+Values of the grid are computed by arithmetic and multiplied in bfloat16, which holds them exactly, with float32 sums;
+scales are applied to the sums, lhs first. What backward needs of a quantized operand is kept in E4M3 (a byte a value).
 """
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,12 +16,13 @@ from jax.ad_checkpoint import checkpoint_name
 
 from fp4jax.dot.call import Call, marked_dot, permuted
 from fp4jax.dot.geometry import restore, scale_to_result
+from fp4jax.exact import as_float32, magnitude, multiply
 from fp4jax.formats import E4M3, FloatFormat
 from fp4jax.outliers import OCC, clip, thresholds
 from fp4jax.quantize import QuantSpec, find_scales, grid_values, scaled_input
 from fp4jax.recipe import Recipe, Reuse
 from fp4jax.rounding import NEAREST_EVEN
-from fp4jax.scaling import Scales, TwoLevel, as_float32, magnitude, manual_axes, multiply
+from fp4jax.scaling import Scales, TwoLevel, manual_axes
 from fp4jax.typing import Array, DimensionNumbers, Key
 
 LHS_NAME, RHS_NAME = "fp4jax_lhs", "fp4jax_rhs"  # names of the quantized residuals, for remat policies
@@ -46,14 +47,14 @@ class Operand(NamedTuple):
 class Residuals:
     """What backward needs. Only the fields that the recipe asks for are set."""
 
-    lhs: Array | None = None  # the activation
-    rhs: Array | None = None  # the weight
-    lhs_values: Array | None = None
-    lhs_scale: Array | None = None
-    rhs_values: Array | None = None
-    rhs_scale: Array | None = None
-    delta: Array | None = None  # ΔX of sparse compensation
-    key: Array | None = None
+    lhs: Any = None  # the activation
+    rhs: Any = None  # the weight
+    lhs_values: Any = None
+    lhs_scale: Any = None
+    rhs_values: Any = None
+    rhs_scale: Any = None
+    delta: Any = None  # ΔX of sparse compensation
+    key: Any = None
 
     def tree_flatten(self):
         return [getattr(self, f.name) for f in dataclasses.fields(self)], None
@@ -81,8 +82,8 @@ def quantize_activation(
 ) -> tuple[Array, Scales, Array | None]:
     """Grid values (float32) and scales of an activation, and ΔX (float32) where ``occ`` clamps.
 
-    With "residual" compensation an outlier entry holds E4M3(q + ΔX · r) and amax is at least amax(X) · float32(M / 448), so that
-    none saturates. Whether a block is finite is decided on X, before the clamp.
+    With "residual" compensation an outlier entry holds E4M3(q + ΔX · r) and amax is at least amax(X) · float32(M /
+    448), so that none saturates. Whether a block is finite is decided on X, before the clamp.
     """
     value = as_float32(x)
     if occ is None:
@@ -116,14 +117,14 @@ def _storage(format: FloatFormat | None) -> np.dtype:
     """Dtype that keeps values of a format for backward: a byte a value, E4M3 wherever it holds them exactly."""
     if format is None:
         return np.dtype(np.float32)
-    return np.dtype(E4M3.dtype) if np.isin(format.grid, E4M3.grid).all() else format.storage_dtype
+    return E4M3.storage_dtype if np.isin(format.grid, E4M3.grid).all() else format.storage_dtype
 
 
 def _activation_format(recipe: Recipe) -> FloatFormat | None:
-    """The format that holds the values of a quantized activation, outlier entries included."""
+    """The format that holds the values of a quantized activation, outlier entries included; None is float32."""
     if recipe.outliers is not None and recipe.outliers.compensation == "residual":
         return recipe.outliers.residual_format
-    return recipe.fprop.lhs.format
+    return None if recipe.activation_spec is None else recipe.activation_spec.format
 
 
 def _operand(
@@ -134,7 +135,7 @@ def _operand(
     if spec.granularity.leaves_the_sum:
         return Operand(values.astype(exact), spec.scale.decode(scales.scale, scales.outer_scale))
     outer = scales.outer_scale
-    inside = spec.scale.decode(scales.scale, None if outer is None else jnp.float32(1))
+    inside = spec.scale.decode(scales.scale, None)
     values = values * spec.granularity.expand(inside, values.shape, axis)
     return Operand(values.astype(exact if spec.scale.exact_in_bfloat16 else np.float32), outer)
 
@@ -154,10 +155,7 @@ def _quantized(x: Array, spec: QuantSpec, axis: tuple[int, ...], key: Key | None
 
 def _multiply(lhs: Operand, rhs: Operand, dnums: DimensionNumbers, call: Call, product: str, out_sharding) -> Array:
     """(Σ lhs rhs) · scale(lhs) · scale(rhs), float32."""
-    if lhs.values.dtype == rhs.values.dtype == jnp.bfloat16:
-        dtype = jnp.bfloat16
-    else:
-        dtype = jnp.float32
+    dtype = jnp.bfloat16 if lhs.values.dtype == rhs.values.dtype == jnp.bfloat16 else jnp.float32
     dot = marked_dot(call.mark(product), dnums, call.precision if dtype == jnp.float32 else None, out_sharding)
     out = dot(lhs.values.astype(dtype), rhs.values.astype(dtype))
     contracted = len(dnums[0][0])
@@ -178,7 +176,7 @@ def fprop(lhs: Array, rhs: Array, key: Key | None, call: Call) -> tuple[Array, R
     lhs_axis = _negative(geometry.lhs_contract, lhs.ndim)
     rhs_axis = _negative(geometry.rhs_contract, rhs.ndim)
     kept: dict[str, Array | None] = {"key": key}
-    spec = recipe.fprop.lhs
+    spec = recipe.activation_spec
     delta = None
     if spec is None:
         lhs_operand = _high(lhs, call)
@@ -193,7 +191,7 @@ def fprop(lhs: Array, rhs: Array, key: Key | None, call: Call) -> tuple[Array, R
     if spec is None or not isinstance(recipe.wgrad.lhs, Reuse) or not recipe.activation_estimator.is_identity:
         kept["lhs"] = lhs
 
-    spec = recipe.fprop.rhs
+    spec = recipe.weight_spec
     if spec is None:
         rhs_operand = _high(rhs, call)
     else:
@@ -208,7 +206,7 @@ def fprop(lhs: Array, rhs: Array, key: Key | None, call: Call) -> tuple[Array, R
         kept["rhs"] = rhs
 
     out = _multiply(lhs_operand, rhs_operand, geometry.fprop, call, "fprop", call.out_sharding)
-    if delta is not None and recipe.outliers.compensation == "sparse":
+    if delta is not None and recipe.outliers is not None and recipe.outliers.compensation == "sparse":
         kept["delta"] = delta.astype(call.lhs_dtype)
         sparse = Operand(kept["delta"], None)
         out = out + _multiply(sparse, rhs_operand, geometry.fprop, call, "occ", call.out_sharding)
@@ -228,7 +226,7 @@ def _folded(g: Array, scale: Array | None, side: int, call: Call) -> Array:
 def _gradient(
     g: Array, spec: QuantSpec | None, axis: tuple[int, ...], place: int, key: Key | None, call: Call
 ) -> Operand:
-    if spec is None:
+    if not isinstance(spec, QuantSpec):
         return _high(g, call)
     return _quantized(g, spec, _negative(axis, g.ndim), _subkey(key, spec, place))
 
@@ -256,7 +254,8 @@ def dgrad(residuals: Residuals, g: Array, call: Call) -> Array:
 
 def _activation_factor(lhs: Array, call: Call) -> Array:
     """f'(u) of the activation's quantizer; 1 for entries that the clamp moved."""
-    recipe, spec = call.recipe, call.recipe.fprop.lhs
+    recipe, spec = call.recipe, call.recipe.activation_spec
+    assert spec is not None  # a recipe with an activation estimator has one
     axis = _negative(call.geometry.lhs_contract, lhs.ndim)
     value = as_float32(lhs)
     _, scales, delta = quantize_activation(
@@ -292,7 +291,8 @@ def wgrad(residuals: Residuals, g: Array, call: Call) -> Array:
         out = out + _multiply(sparse, plain, geometry.wgrad, call, "occ", out_sharding)
     out = restore(out, geometry.wgrad_axes)
     if not recipe.weight_estimator.is_identity:
-        spec, value = recipe.fprop.rhs, as_float32(residuals.rhs)
+        spec, value = recipe.weight_spec, as_float32(residuals.rhs)
+        assert spec is not None  # a recipe with a weight estimator has one
         axis = _negative(geometry.rhs_contract, geometry.rhs_ndim)
         scales = find_scales(value, spec, axis)
         out = out * recipe.weight_estimator.factor(scaled_input(value, scales, spec, axis), spec.format)

@@ -1,5 +1,7 @@
 """The recipe of the paper, and its four-bit ablations."""
 
+from typing import Literal
+
 from fp4jax.estimators import DGE, STE
 from fp4jax.formats import E2M1, E4M3, E5M2, FloatFormat
 from fp4jax.outliers import OCC
@@ -18,9 +20,9 @@ def fp4(
     alpha: float | None = 0.99,
     k: float | None = 5.0,
     clip: float = 3.0,
-    scope: str = "tensor",
-    quantile: str = "exact",
-    compensation: str = "residual",
+    scope: Literal["tensor", "vector"] = "tensor",
+    quantile: Literal["exact", "sampled"] = "exact",
+    compensation: Literal["none", "residual", "sparse"] = "residual",
     gradient: FloatFormat | None = E5M2,
 ) -> Recipe:
     """The paper: W4A4 in E2M1, vector-wise scales, DGE on weights, OCC on activations, FP8 gradients.
@@ -35,9 +37,10 @@ def fp4(
         scope, quantile, compensation: see ``OCC``.
         gradient: format of dY in both backward products, one scale a tensor; None leaves it in high precision.
 
-    Source: Wang et al., arXiv:2501.17116. Deviations: ties go to even, as in hardware, where the paper's table sends them
-    up (``fp4_release`` keeps that); ΔX is carried in E4M3 inside the four-bit operand, so one product does the work of
-    the paper's two, and the scale of a token is at least amax(X)/448 so that nothing saturates; the paper does not say how
+    Source: Wang et al., arXiv:2501.17116. Deviations: ties go to even, as in hardware, where the paper's table sends
+    them up (``fp4_release`` keeps that); ΔX is carried in E4M3 inside the four-bit operand, so one product does the
+    work of the paper's two, and the scale of a token is at least amax(X)/448 so that nothing saturates; the paper
+    does not say how
     gradients are quantized: E5M2, one scale a tensor, is what the authors' code does.
     """
     operand, grad = QuantSpec(E2M1), _gradient(gradient)
@@ -61,8 +64,8 @@ def fp4_vector(
     """W4A4 in E2M1 with vector-wise scales and the straight-through estimator; neither DGE nor OCC.
 
     Args:
-        activation, weight: who shares a scale (``PerTensor()`` for the paper's "coarse"). With ``PerBlock`` the operand is
-            quantized again, along the new axis, in the backward product.
+        activation, weight: who shares a scale (``PerTensor()`` for the paper's "coarse"). With ``PerBlock`` the
+            operand is quantized again, along the new axis, in the backward product.
         gradient: format of gradients, one scale a tensor; None leaves them in high precision.
 
     Source: the "fine" arm of arXiv:2501.17116, Fig. 6d. Deviation: gradients in E5M2 as in ``fp4``, so that the two
@@ -112,9 +115,9 @@ def w4a8(*, k: float | None = 5.0, clip: float = 3.0, weight: Granularity = PerV
 def w8a4(
     *,
     alpha: float | None = 0.99,
-    scope: str = "tensor",
-    quantile: str = "exact",
-    compensation: str = "residual",
+    scope: Literal["tensor", "vector"] = "tensor",
+    quantile: Literal["exact", "sampled"] = "exact",
+    compensation: Literal["none", "residual", "sparse"] = "residual",
     activation: Granularity = PerVector(),
 ) -> Recipe:
     """Eight-bit weights, four-bit activations: E4M3 weights, E2M1 activations under OCC; the ablation of OCC.

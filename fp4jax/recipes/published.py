@@ -19,10 +19,10 @@ def fp4_research(*, alpha: float = 0.97, k: float = 3.0, clip: float = 3.0) -> R
         k, clip: of DGE.
 
     Source: github.com/Mr-Philo/MS-AMP, branches ``fp4`` and ``pai`` (January 2025), folder
-    ``msamp/operators/fp4_quant``: activations E1M2, token-wise, α = .97, compensated; quantiles by token. Deviations: the
-    code adds the residual to the dequantized tensor and casts the sum to E4M3 per tensor before one FP8 product; here
-    the residual is carried per token, which rounds once less. Its weight scales lie along the input axis and cannot leave
-    the sum; here they are per output channel, as in the paper. Ties go up, as in its kernel.
+    ``msamp/operators/fp4_quant``: activations E1M2, token-wise, α = .97, compensated; quantiles by token. Deviations:
+    the code adds the residual to the dequantized tensor and casts the sum to E4M3 per tensor before one FP8 product;
+    here the residual is carried per token, which rounds once less. Its weight scales lie along the input axis and
+    cannot leave the sum; here they are per output channel, as in the paper. Ties go up, as in its kernel.
     """
     lhs, rhs = QuantSpec(E1M2, rounding=TIES_UP), QuantSpec(E2M1, rounding=TIES_UP)
     grad = QuantSpec(E5M2, PerTensor())
@@ -45,8 +45,8 @@ def fp4_release(*, alpha: float = 0.99, k: float = 5.0, clip: float = 3.0) -> Re
         alpha: quantile of the clamp, one pair a token.
         k, clip: of DGE.
 
-    Source: github.com/Azure/MS-AMP, commit 9746ea8 (``msamp/operators/fp4_quantize``, ``msamp/megatron/layers.py``): γ =
-    2^⌊log2(6 / amax)⌋, that is ``PowerOfTwo("rceil")``; activations clamped by token at α = .99, ΔX discarded. The
+    Source: github.com/Azure/MS-AMP, commit 9746ea8 (``msamp/operators/fp4_quantize``, ``msamp/megatron/layers.py``):
+    γ = 2^⌊log2(6 / amax)⌋, that is ``PowerOfTwo("rceil")``; activations clamped by token at α = .99, ΔX discarded. The
     gradient passes the clamp unchanged. Deviations: weight scales are per output channel (the code's per-input-channel
     scales cannot leave the sum); gradients are scaled from the current maximum, not from a window.
     """
