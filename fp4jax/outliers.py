@@ -78,8 +78,8 @@ def clamp_outliers(x: Array, occ: OCC, *, axis: Axis) -> tuple[Array, Array]:
     """Splits ``x`` into ``(clamped, residual)``: clip(x, lo, hi), and x minus that.
 
     Both have the shape and dtype of ``x``. NaN stays in ``clamped``; thresholds of a tensor that holds NaN or infinity
-    mean nothing. The derivatives of the two add up to the identity: the thresholds are constants, and an entry's gradient
-    goes to the part that moves with it.
+    mean nothing. The derivatives of the two add up to the identity: the thresholds are constants, and an entry's
+    gradient goes to the part that moves with it.
 
     Args:
         x: float32, bfloat16 or float16.

@@ -20,6 +20,7 @@ from fp4jax.exact import as_float32, magnitude, multiply
 from fp4jax.formats import E4M3, FloatFormat
 from fp4jax.outliers import OCC, clip, thresholds
 from fp4jax.quantize import QuantSpec, find_scales, grid_values, scaled_input
+from fp4jax.recipe import Operand as RecipeOperand
 from fp4jax.recipe import Recipe, Reuse
 from fp4jax.rounding import NEAREST_EVEN
 from fp4jax.scaling import Scales, TwoLevel, manual_axes
@@ -223,9 +224,7 @@ def _folded(g: Array, scale: Array | None, side: int, call: Call) -> Array:
     return multiply(g, scale_to_result(scale, contracted, geometry.fprop, side, other))
 
 
-def _gradient(
-    g: Array, spec: QuantSpec | None, axis: tuple[int, ...], place: int, key: Key | None, call: Call
-) -> Operand:
+def _gradient(g: Array, spec: RecipeOperand, axis: tuple[int, ...], place: int, key: Key | None, call: Call) -> Operand:
     if not isinstance(spec, QuantSpec):
         return _high(g, call)
     return _quantized(g, spec, _negative(axis, g.ndim), _subkey(key, spec, place))
