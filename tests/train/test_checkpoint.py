@@ -1,4 +1,4 @@
-"""Checkpoints: every dtype bit for bit, any mesh to any other, asynchronous, keep-last-n, and errors that say what to do."""
+"""Checkpoints: every dtype bit for bit, any mesh to any other, asynchronous, keep-last-n, errors with a way out."""
 
 import doctest
 import errno
@@ -16,7 +16,7 @@ import pytest
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from fp4jax.train.checkpoint import CheckpointError, Checkpointer, CheckpointMismatchError, checkpointer
+from fp4jax.train.checkpoint import Checkpointer, CheckpointError, CheckpointMismatchError, checkpointer, snapshot
 from fp4jax.train.checkpoint.storage import ArrayStore
 
 ONE_BYTE = ("float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "float8_e4m3", "float8_e3m4", "int8", "uint8")
@@ -189,6 +189,56 @@ def test_the_state_may_be_donated_and_host_arrays_changed_right_after_save(tmp_p
         _assert_same(checkpoints.restore({"device": state, "host": host})[0]["device"], make())
 
 
+class _Accelerator:
+    """A stand-in for one shard on a device with pinned host memory."""
+
+    platform, kind = "gpu", "pinned_host"
+
+    def __init__(self):
+        self.sharding, self.device_set, self.pageable = self, {self}, 0
+
+    def addressable_memories(self):
+        return [self]
+
+    def with_memory_kind(self, kind):
+        return kind
+
+    def copy_to_host_async(self):
+        self.pageable += 1
+
+
+def test_a_state_larger_than_pinned_memory_goes_through_pageable_memory(monkeypatch, caplog):
+    asked = []
+
+    def device_put(piece, kind):
+        asked.append(kind)
+        if len(asked) > 1:
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of host memory")
+        return "pinned"
+
+    monkeypatch.setattr(jax, "device_put", device_put)
+    transfers, pieces = snapshot._Transfers(), [_Accelerator() for _ in range(4)]
+    assert [transfers._begin(piece) for piece in pieces] == ["pinned", *pieces[1:]]
+    assert asked == ["pinned_host"] * 2  # the pool is not asked again
+    assert [piece.pageable for piece in pieces] == [0, 1, 1, 1]
+    assert [record.message for record in caplog.records] == [
+        "the state does not fit into JAX's pinned host memory, so copying it there is slow: "
+        "set XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB above the state's size"
+    ]
+
+
+@pytest.mark.gpu
+def test_from_the_gpu_and_back_with_donation(tmp_path, every_dtype):
+    step = jax.jit(lambda x: x * 2, donate_argnums=0)
+    with Checkpointer(tmp_path) as checkpoints:
+        checkpoints.save(1, every_dtype | {"big": (big := jnp.arange(2.0**24))})
+        step(big)
+        assert big.is_deleted()
+        restored, _ = checkpoints.restore(every_dtype | {"big": big})
+    assert np.array_equal(restored.pop("big"), np.arange(2.0**24, dtype=np.float32))
+    _assert_same(restored, every_dtype)
+
+
 def test_resuming_is_bit_equal_to_never_having_stopped(tmp_path):
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
     model = nnx.Sequential(nnx.Linear(4, 8, rngs=nnx.Rngs(0)), nnx.relu, nnx.Linear(8, 2, rngs=nnx.Rngs(1)))
@@ -313,9 +363,13 @@ def test_a_failure_in_the_background_surfaces_once(tmp_path, full_disk, caplog, 
 
 
 def test_a_failed_save_does_not_hide_the_error_under_way(tmp_path, full_disk):
-    with pytest.raises(KeyError, match="loss") as caught, Checkpointer(tmp_path) as checkpoints:
-        checkpoints.save(1, {"w": jnp.ones(3)})
-        raise KeyError("loss")
+    def train():
+        with Checkpointer(tmp_path) as checkpoints:
+            checkpoints.save(1, {"w": jnp.ones(3)})
+            raise KeyError("loss")
+
+    with pytest.raises(KeyError, match="loss") as caught:
+        train()
     assert "Besides, saving step 1" in caught.value.__notes__[0]
     assert "no step is committed" in caught.value.__notes__[0]
     with pytest.raises(CheckpointError, match="no step is committed"), Checkpointer(tmp_path) as checkpoints:
@@ -365,11 +419,11 @@ def test_steps_grow_unless_the_run_was_rewound(tmp_path, caplog):
     with Checkpointer(tmp_path, keep=None) as checkpoints:
         for step in (10, 20, 30):
             checkpoints.save(step, states[step])
-        with pytest.raises(ValueError, match="step 30 cannot be saved in .*, which already holds step 30: steps grow"):
+        with pytest.raises(ValueError, match=r"step 30 cannot be saved in .*, which already holds step 30: steps grow"):
             checkpoints.save(30, states[30])
     with Checkpointer(tmp_path, keep=None) as checkpoints:
         with pytest.raises(
-            ValueError, match="step 15 cannot be saved .* holds step 30.* restore a step below 15 first"
+            ValueError, match=r"step 15 cannot be saved .* holds step 30.* restore a step below 15 first"
         ):
             checkpoints.save(15, states[15])
         checkpoints.restore(states[10], step=10)
@@ -400,12 +454,12 @@ def test_absent_steps(tmp_path):
     with Checkpointer(tmp_path / "nowhere") as checkpoints:
         assert checkpoints.latest() is None
         assert checkpoints.steps() == []
-        with pytest.raises(FileNotFoundError, match="there is no checkpoint in .*nowhere"):
+        with pytest.raises(FileNotFoundError, match=r"there is no checkpoint in .*nowhere"):
             checkpoints.restore({})
         assert not (tmp_path / "nowhere").exists()
         checkpoints.save(3, {"w": jnp.ones(1)})
         checkpoints.save(5, {"w": jnp.ones(1)})
-        with pytest.raises(FileNotFoundError, match="there is no step 4 in .*; it holds steps 3, 5"):
+        with pytest.raises(FileNotFoundError, match=r"there is no step 4 in .*; it holds steps 3, 5"):
             checkpoints.restore({"w": jnp.ones(1)}, step=4)
 
 

@@ -16,6 +16,7 @@ from fp4jax.train.checkpoint import manifest as manifest_tools
 from fp4jax.train.checkpoint.directory import StepDirectory
 from fp4jax.train.checkpoint.errors import CheckpointError, StepProblem
 from fp4jax.train.checkpoint.manifest import Manifest
+from fp4jax.train.checkpoint.snapshot import HostLeaf, snapshot
 from fp4jax.train.checkpoint.storage import ArrayStore
 
 _log = logging.getLogger(__name__)
@@ -32,10 +33,10 @@ class Checkpointer:
     The directory is on a POSIX file system, where a rename is atomic, and has one writer at a time and any readers.
     Close the checkpointer, or use it in a `with` block: a save still running when the interpreter exits may be lost.
 
-    One process. With several (`jax.distributed`) what changes is (1) `leaves.snapshot`, to keep host shards in a
-    `jax.Array` instead of one NumPy array, which Orbax then writes from every process; (2) `leaves.fingerprint`, to a
-    digest that adds up over shards, such as a sum of hashes keyed by position; (3) a barrier before process 0 writes
-    the manifest and renames. The layout of a step, its commit and the checks on its files stay.
+    One process. With several (`jax.distributed`) what changes is (1) `HostLeaf.store`, to make a `jax.Array` of host
+    shards instead of one NumPy array, which Orbax then writes from every process; (2) `leaves.fingerprint`, to a digest
+    that adds up over shards, such as a sum of hashes keyed by position; (3) a barrier before process 0 writes the
+    manifest and renames. The layout of a step, its commit and the checks on its files stay.
 
     Args:
         directory: where the steps go; created at the first save.
@@ -104,8 +105,8 @@ class Checkpointer:
                 f"or use another directory"
             )
         plain = manifest_tools.plain_metadata(metadata)
-        copies = leaf_tools.snapshot(state)
-        if not any(copy.array.size for copy in copies):
+        copies = snapshot(state)
+        if not any(piece.size for copy in copies for _, piece in copy.pieces):
             raise ValueError(f"the state of step {step} holds no values: {len(copies)} leaves, none with elements")
         self._head = step
         self._pending = (step, self._thread.submit(self._write, step, copies, plain))
@@ -211,18 +212,18 @@ class Checkpointer:
                 raise
             error.add_note(f"Besides, {failed}")  # the error under way stays the one that is raised
 
-    def _write(self, step: int, copies: list[leaf_tools.HostLeaf], metadata: dict[str, Any]) -> None:
+    def _write(self, step: int, copies: list[HostLeaf], metadata: dict[str, Any]) -> None:
         """The background thread's work: build, commit, then drop old steps."""
         try:
             if not self._tidied:
                 self._steps.remove_leftovers()
                 self._tidied = True
             with self._steps.building(step, replaces=lambda old: old >= step) as folder:
-                records = manifest_tools.in_parallel(lambda item: item[1].record(item[0]), enumerate(copies))
-                arrays = {record.stored: copy.array for record, copy in zip(records, copies) if record.stored}
+                leaves = manifest_tools.in_parallel(lambda item: item[1].store(item[0]), enumerate(copies))
+                arrays = {record.stored: array for record, array in leaves if record.stored}
                 self._store.save(folder / manifest_tools.STATE_FOLDER, arrays)
                 files = manifest_tools.hash_files(folder)
-                Manifest(step, {record.name: record for record in records}, files, metadata).write(folder)
+                Manifest(step, {record.name: record for record, _ in leaves}, files, metadata).write(folder)
             if self._keep is not None:
                 for old in self._steps.committed()[: -self._keep]:
                     if self._keep_every is None or old % self._keep_every:

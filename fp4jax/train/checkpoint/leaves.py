@@ -1,4 +1,4 @@
-"""Leaves of a pytree on the host: copied off the devices, encoded for storage, fingerprinted, and put back.
+"""Leaves of a pytree: named, encoded for storage, fingerprinted, compared with a target, and put back.
 
 Orbax 0.12.8 refuses uint4, uint2 and empty arrays, and E8M0 read back as float32 is garbage (1 becomes 1.8e19). So a
 leaf is stored as itself only if its dtype is NumPy's or bfloat16. Any other dtype is stored as the unsigned integers of
@@ -7,10 +7,9 @@ not at all; the manifest remembers the true dtype and shape.
 """
 
 import hashlib
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -44,50 +43,29 @@ class LeafRecord:
     sha256: str
 
 
-@dataclass(frozen=True)
-class HostLeaf:
-    """A leaf copied to host memory; `array` holds the stored form."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    key_impl: str | None
-    array: np.ndarray
-
-    def record(self, index: int) -> LeafRecord:
-        """The manifest's record; `index`, the position in the tree, keeps stored names unique and short."""
-        slug = re.sub(r"[^A-Za-z0-9_-]+", ".", self.name).strip(".")[:100]
-        stored = f"{index:04d}.{slug}" if self.array.size else None
-        digest = fingerprint(self.array, self.dtype, self.shape, self.key_impl)
-        return LeafRecord(self.name, stored, self.dtype, self.shape, self.key_impl, digest)
-
-
-def snapshot(state: Any) -> list[HostLeaf]:
-    """Copies every leaf to host memory that belongs to nobody else, so that `state` may be donated at once.
-
-    Transfers of all leaves are started before the first is waited for.
+def named_leaves(tree: Any, also: tuple[type, ...] = ()) -> dict[str, Any]:
+    """The leaves of a tree by name; each is a `jax.Array`, a NumPy array of a native number type, or one of `also`.
 
     Raises:
-        TypeError: a leaf is not a `jax.Array` or NumPy array, or has a dtype no checkpoint holds.
-        ValueError: two leaves have one name, or a leaf holds PRNG keys of an unregistered kind.
+        TypeError: a leaf is something else.
+        ValueError: two leaves have one name.
     """
-    under_way = []
-    for name, leaf in _named_leaves(state).items():
-        if isinstance(leaf, jax.Array):
-            key_impl = _key_impl(name, leaf)
-            under_way.append((name, leaf, key_impl, _pieces(leaf if key_impl is None else jax.random.key_data(leaf))))
-        else:
-            under_way.append((name, leaf, None, _Pieces(leaf.shape, leaf.dtype, [(..., leaf)])))
-
-    copies = []
-    for name, leaf, key_impl, pieces in under_way:
-        # Into fresh memory: on CPU, np.asarray of a piece is a view of the device's buffer, which donation overwrites.
-        host = np.empty(pieces.shape, pieces.dtype)
-        while pieces.parts:
-            index, part = pieces.parts.pop()
-            host[index] = np.asarray(part)
-        copies.append(HostLeaf(name, str(leaf.dtype), tuple(leaf.shape), key_impl, _encode(host)))
-    return copies
+    named = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        name = jax.tree_util.keystr(path)
+        if name in named:
+            raise ValueError(f"two leaves of the tree are named {name}; a checkpoint needs distinct names")
+        if not isinstance(leaf, (jax.Array, np.ndarray, *also)):
+            raise TypeError(
+                f"leaf {name} is a {type(leaf).__name__} ({leaf!r}); a checkpoint holds arrays: wrap it with "
+                f"jnp.asarray, or put it into metadata"
+            )
+        if isinstance(leaf, np.ndarray) and not (_is_known(leaf.dtype.name) and leaf.dtype.isnative):
+            raise TypeError(
+                f"leaf {name} has dtype {leaf.dtype.str}, which no checkpoint holds; use a native number type"
+            )
+        named[name] = leaf
+    return named
 
 
 def wanted_leaves(target: Any) -> dict[str, Any]:
@@ -96,7 +74,7 @@ def wanted_leaves(target: Any) -> dict[str, Any]:
     Raises:
         TypeError: a leaf is not a `jax.Array`, `jax.ShapeDtypeStruct` or NumPy array.
     """
-    return _named_leaves(target, also=(jax.ShapeDtypeStruct,))
+    return named_leaves(target, also=(jax.ShapeDtypeStruct,))
 
 
 def misfit(records: Mapping[str, LeafRecord], wanted: Mapping[str, Any]) -> str | None:
@@ -115,6 +93,11 @@ def misfit(records: Mapping[str, LeafRecord], wanted: Mapping[str, Any]) -> str 
     return "; ".join(problems[:3]) + more
 
 
+def encode(host: np.ndarray) -> np.ndarray:
+    """The stored form of a host array: itself, or a view as unsigned integers of the same width."""
+    return host if host.dtype.name in _STORED_AS_ITSELF else host.view(f"u{host.dtype.itemsize}")
+
+
 def fingerprint(array: np.ndarray, dtype: str, shape: tuple[int, ...], key_impl: str | None) -> str:
     """SHA-256 of a leaf's dtype, shape and bytes in C order: the same for every sharding of the same values."""
     digest = hashlib.sha256(f"{dtype} {list(shape)} {key_impl}".encode())
@@ -127,7 +110,7 @@ def empty(record: LeafRecord) -> np.ndarray:
     if record.key_impl is not None:
         words = jax.random.key_data(jax.random.key(0, impl=record.key_impl)).shape
         return np.empty(record.shape + words, np.uint32)
-    return _encode(np.empty(record.shape, _numpy_dtype(record.dtype)))
+    return encode(np.empty(record.shape, _numpy_dtype(record.dtype)))
 
 
 def place(array: np.ndarray, record: LeafRecord, like: Any) -> Any:
@@ -157,57 +140,6 @@ def place(array: np.ndarray, record: LeafRecord, like: Any) -> Any:
     return leaf
 
 
-def _named_leaves(tree: Any, also: tuple[type, ...] = ()) -> dict[str, Any]:
-    named = {}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        name = jax.tree_util.keystr(path)
-        if name in named:
-            raise ValueError(f"two leaves of the tree are named {name}; a checkpoint needs distinct names")
-        if not isinstance(leaf, (jax.Array, np.ndarray, *also)):
-            raise TypeError(
-                f"leaf {name} is a {type(leaf).__name__} ({leaf!r}); a checkpoint holds arrays: wrap it with "
-                f"jnp.asarray, or put it into metadata"
-            )
-        if isinstance(leaf, np.ndarray) and not (_is_known(leaf.dtype.name) and leaf.dtype.isnative):
-            raise TypeError(
-                f"leaf {name} has dtype {leaf.dtype.str}, which no checkpoint holds; use a native number type"
-            )
-        named[name] = leaf
-    return named
-
-
-class _Pieces(NamedTuple):
-    shape: tuple[int, ...]
-    dtype: np.dtype
-    parts: list[tuple[Any, jax.Array | np.ndarray]]
-
-
-def _pieces(array: jax.Array) -> _Pieces:
-    """The distinct shards of `array`, their copies to the host begun.
-
-    Each is a new `jax.Array` over the shard's buffer. JAX keeps a host copy in the object that was asked for it: asking
-    the caller's arrays would keep that memory as long as they live and, on CPU, bar them from being donated.
-    """
-    parts = []
-    for shard in array.addressable_shards:
-        if shard.replica_id == 0:
-            part = jax.make_array_from_single_device_arrays(shard.data.shape, shard.data.sharding, [shard.data])
-            part.copy_to_host_async()
-            parts.append((shard.index, part))
-    return _Pieces(array.shape, array.dtype, parts)
-
-
-def _key_impl(name: str, leaf: jax.Array) -> str | None:
-    if not jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        return None
-    impl = jax.random.key_impl(leaf)
-    if not isinstance(impl, str):
-        raise ValueError(
-            f"leaf {name} is a PRNG key of the unregistered kind {impl}; use threefry2x32, rbg or unsafe_rbg"
-        )
-    return impl
-
-
 def _sharding(record: LeafRecord, like: Any) -> Sharding | None:
     if isinstance(like, jax.Array) and not like.committed:
         return None
@@ -229,10 +161,6 @@ def _is_known(dtype: str) -> bool:
 
 def _numpy_dtype(name: str) -> np.dtype:
     return np.dtype(getattr(ml_dtypes, name, name))
-
-
-def _encode(host: np.ndarray) -> np.ndarray:
-    return host if host.dtype.name in _STORED_AS_ITSELF else host.view(f"u{host.dtype.itemsize}")
 
 
 def _describe(dtype: str, shape: tuple[int, ...]) -> str:

@@ -4,7 +4,6 @@ import logging
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
@@ -20,20 +19,14 @@ class ArrayStore:
     """
 
     def __init__(self):
-        # The caller's arrays are its own, so Orbax's protective copy of them would only double the host memory.
-        handlers = ocp.type_handlers.create_type_handler_registry(
-            (np.ndarray, ocp.type_handlers.NumpyHandler(deepcopy_host_arrays=False)),
-            (jax.Array, ocp.type_handlers.ArrayHandler()),
-        )
-        self._orbax = ocp.Checkpointer(
-            ocp.PyTreeCheckpointHandler(use_ocdbt=False, use_compression=False, type_handler_registry=handlers)
-        )
+        self._orbax = ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=False, use_compression=False))
         logging.getLogger("absl").addFilter(_is_worth_logging)
 
     def save(self, folder: Path, arrays: Mapping[str, np.ndarray]) -> None:
-        """Writes non-empty arrays into `folder`, which must not exist; returns when they are written."""
+        """Writes non-empty arrays, which nobody may change meanwhile, into `folder`, which must not exist."""
+        unchanging = {name: array.view(_Unchanging) for name, array in arrays.items()}
         chunked = {name: ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES) for name in arrays}
-        self._orbax.save(folder, args=ocp.args.PyTreeSave(dict(arrays), save_args=chunked))
+        self._orbax.save(folder, args=ocp.args.PyTreeSave(unchanging, save_args=chunked))
 
     def restore(self, folder: Path, names: Iterable[str]) -> dict[str, np.ndarray]:
         """Reads the arrays `names`, which must be all that `folder` holds."""
@@ -43,6 +36,13 @@ class ArrayStore:
     def close(self) -> None:
         """Releases what Orbax holds."""
         self._orbax.close()
+
+
+class _Unchanging(np.ndarray):
+    """Orbax deep-copies host arrays lest they change while it writes; these do not, and twice the memory is a lot."""
+
+    def __deepcopy__(self, memo: dict[int, object]) -> "_Unchanging":
+        return self
 
 
 def _is_worth_logging(record: logging.LogRecord) -> bool:
