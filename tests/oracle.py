@@ -115,12 +115,12 @@ def block_labels(
     """For each element the flat number of its block, and the shape of the array of blocks.
 
     Several contraction axes are one long axis in the order given; blocks along it are counted on the last of them. An
-    empty contraction still has one (empty) block a vector, and an empty tensor one a tensor.
+    empty contraction still has one (empty) vector, and an empty tensor one scale.
     """
     contracted = contraction_axes(axis, len(shape))
     position = {d: np.arange(n).reshape([-1 if i == d else 1 for i in range(len(shape))]) for d, n in enumerate(shape)}
     count = list(shape)
-    along = contracted[-1]
+    along = contracted[-1] if contracted else None  # nothing contracted: dY beside an operand that is all contraction
     long, k = 0, 1
     for d in contracted:
         long, k = long * shape[d] + position[d], k * shape[d]
@@ -131,12 +131,12 @@ def block_labels(
         case "PerVector":
             pass
         case "PerBlock":
-            position[along], count[along] = long // granularity.size, max(-(-k // granularity.size), 1)
+            position[along], count[along] = long // granularity.size, -(-k // granularity.size)
         case "PerBlock2D":
             if len(contracted) != 1:
                 raise ValueError("rows and cols need one contraction axis")
             other = max(d for d in range(len(shape)) if d != along)
-            position[along], count[along] = long // granularity.rows, max(-(-k // granularity.rows), 1)
+            position[along], count[along] = long // granularity.rows, -(-k // granularity.rows)
             position[other], count[other] = position[other] // granularity.cols, -(-shape[other] // granularity.cols)
         case name:
             raise TypeError(f"the oracle knows no granularity {name}")
@@ -168,8 +168,12 @@ def absmax(amax: np.ndarray, fmt: Format) -> tuple[np.ndarray, np.ndarray]:
 
 
 def power_of_two_exponent(amax: np.ndarray, fmt: Format, mode: str) -> np.ndarray:
-    """Exponent of the E8M0 scale by exact comparisons, in [−126, 126]: scale and reciprocal are normal float32."""
+    """Exponent of the E8M0 scale by exact comparisons, in [−126, 126]: scale and reciprocal are normal float32.
+
+    amax is first clamped to [max·2⁻¹²⁵, max·2¹²⁶], as for every scale rule.
+    """
     value = np.where(np.isnan(amax) | (amax == 0), 1.0, amax.astype(np.float64))
+    value = np.clip(value, fmt.max * 2.0**-125, fmt.max * 2.0**126)
     half, exponent = np.frexp(value)  # value = half·2^exponent, half in [1/2, 1)
     floor = exponent - 1
     match mode:

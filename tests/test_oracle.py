@@ -339,7 +339,7 @@ def test_dge_on_grid_at_midpoints_and_past_the_ends(name):
 # --- dot_general ------------------------------------------------------------------------------------------------------
 
 
-def recipe(lhs=None, rhs=None, *, dy=None, reuse="reuse", outliers=None, weights=STE()):  # noqa: B008
+def recipe(lhs=None, rhs=None, *, dy=None, reuse="reuse", outliers=None, weights=STE()):
     gemm = lambda a, b: SimpleNamespace(lhs=a, rhs=b)  # noqa: E731
     return SimpleNamespace(
         fprop=gemm(lhs, rhs),
