@@ -7,6 +7,7 @@ from jax import lax
 from fp4jax.typing import Array
 
 _TINY = np.float32(2.0**-126)
+_INFINITY = np.int32(0x7F800000)
 
 
 def as_float32(x: Array) -> Array:
@@ -30,15 +31,21 @@ def as_float32(x: Array) -> Array:
 
 
 def magnitude(x: Array) -> Array:
-    """|x| with every subnormal raised to 2⁻¹²⁶, so that flushing to zero cannot hide a block that is not all zero."""
-    nonzero = lax.bitcast_convert_type(x, jnp.int32) << 1 != 0
-    return jnp.where(nonzero, jnp.maximum(jnp.abs(x), _TINY), jnp.float32(0))
+    """|x| to take a maximum of: NaN becomes infinity, and a subnormal 2⁻¹²⁶.
+
+    XLA's CPU code drops NaN from a maximum (jax 0.11.2: jnp.max of sixteen values, one of them NaN, is not NaN), and
+    flushing to zero would hide a block of subnormals.
+    """
+    field = lax.bitcast_convert_type(x, jnp.int32) & 0x7FFFFFFF
+    value = lax.bitcast_convert_type(jnp.minimum(field, _INFINITY), jnp.float32)
+    return jnp.where(field == 0, jnp.float32(0), jnp.maximum(value, _TINY))
 
 
 def multiply(x: Array, r: Array) -> Array:
     """x · r rounded once, with subnormal x as IEEE 754 has it: XLA's CPU and GPU code reads a subnormal factor as 0."""
     bits = lax.bitcast_convert_type(x, jnp.int32)
     field = bits & 0x7FFFFFFF
-    units = field.astype(jnp.float32) * (r * jnp.float32(2.0**-149))
+    # A subnormal is field · 2⁻¹⁴⁹; 2⁻¹⁴⁹ itself would be flushed. Neither power of two rounds anything.
+    units = (field.astype(jnp.float32) * jnp.float32(2.0**-24)) * (r * jnp.float32(2.0**-125))
     subnormal = jnp.where(bits < 0, -units, units)
     return jnp.where(field < 0x00800000, subnormal, x * r)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from fp4jax.blocks import explicit_sharding
 from fp4jax.exact import as_float32
 from fp4jax.formats import E4M3, FloatFormat
 from fp4jax.scaling import manual_axes, normalize_axis
@@ -160,10 +161,6 @@ def _from_key(key: Array, dtype) -> Array:
     return as_float32(lax.bitcast_convert_type(bits.astype(integer), dtype))
 
 
-def _explicit(x: Array) -> bool:
-    return any(t == jax.sharding.AxisType.Explicit for t in jax.typeof(x).sharding.mesh.axis_types)
-
-
 def order_statistics(
     x: Array, ranks: tuple[int, ...], axes: tuple[int, ...], names: tuple[AxisName, ...] = ()
 ) -> list[Array]:
@@ -185,7 +182,7 @@ def order_statistics(
     if n >= 2**31:
         raise ValueError(f"an exact quantile of {n} values overflows its int32 counts; use OCC(quantile='sampled')")
     # Scatter counts quickly on CPU (2M values: 1 ms, bisection 9) and slowly on GPU, where equal keys collide.
-    whole = len(axes) == x.ndim and not names and not _explicit(x)
+    whole = len(axes) == x.ndim and not names and explicit_sharding(x) is None
     bits = 8 * x.dtype.itemsize
     if whole and jax.default_backend() == "cpu":
         keys = _select_by_histogram(_to_key(x), ranks, bits)

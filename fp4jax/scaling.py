@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from fp4jax.blocks import flatten, split, spread, unflatten
 from fp4jax.formats import E4M3, E8M0, FloatFormat
 from fp4jax.rounding import NEAREST_EVEN
 from fp4jax.typing import Array, Axis, AxisName
@@ -159,21 +160,17 @@ class PerBlock(Granularity):
         return False
 
     def reduce_max(self, magnitudes, axis):
-        moved = jnp.moveaxis(magnitudes, axis, range(-len(axis), 0))
-        lead = moved.shape[: moved.ndim - len(axis)]
-        flat = moved.reshape(*lead, math.prod(moved.shape[len(lead) :]))
-        blocks = _split(flat, -1, self.size)
-        amax = jnp.max(blocks, axis=-1, initial=0)
-        amax = amax.reshape(*amax.shape[:-1], *[1] * (len(axis) - 1), amax.shape[-1])
+        flat = flatten(jnp.moveaxis(magnitudes, axis, range(-len(axis), 0)), len(axis))
+        amax = jnp.max(split(flat, -1, self.size), axis=-1, initial=0)
+        amax = lax.expand_dims(amax, range(amax.ndim - 1, amax.ndim + len(axis) - 2))
         return jnp.moveaxis(amax, range(-len(axis), 0), axis)
 
     def expand(self, blocks, shape, axis):
-        sizes = [shape[a] for a in axis]
+        sizes = tuple(shape[a] for a in axis)
         moved = jnp.moveaxis(blocks, axis, range(-len(axis), 0))
-        lead = moved.shape[: moved.ndim - len(axis)]
-        flat = moved.reshape(*lead, math.prod(moved.shape[len(lead) :]))
-        flat = jnp.repeat(flat, self.size, axis=-1)[..., : math.prod(sizes)]
-        return jnp.moveaxis(flat.reshape(*lead, *sizes), range(-len(axis), 0), axis)
+        flat = lax.squeeze(moved, range(moved.ndim - len(axis), moved.ndim - 1))
+        spread_out = spread(flat, -1, self.size, math.prod(sizes))
+        return jnp.moveaxis(unflatten(spread_out, sizes), range(-len(axis), 0), axis)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -208,12 +205,12 @@ class PerBlock2D(Granularity):
 
     def reduce_max(self, magnitudes, axis):
         row_axis, col_axis = self._axes(magnitudes.ndim, axis)
-        amax = jnp.max(_split(magnitudes, row_axis, self.rows), axis=row_axis, initial=0)
-        return jnp.max(_split(amax, col_axis, self.cols), axis=col_axis, initial=0)
+        amax = jnp.max(split(magnitudes, row_axis, self.rows), axis=row_axis, initial=0)
+        return jnp.max(split(amax, col_axis, self.cols), axis=col_axis, initial=0)
 
     def expand(self, blocks, shape, axis):
         for a, size in zip(self._axes(len(shape), axis), (self.rows, self.cols), strict=True):
-            blocks = lax.slice_in_dim(jnp.repeat(blocks, size, axis=a), 0, shape[a], axis=len(shape) + a)
+            blocks = spread(blocks, a, size, shape[a])
         return blocks
 
 
@@ -221,19 +218,6 @@ def _check_positive(owner: object, **sizes: int) -> None:
     for name, size in sizes.items():
         if not isinstance(size, int) or size < 1:
             raise ValueError(f"{type(owner).__name__} needs a positive integer {name}, got {name}={size!r}")
-
-
-def _split(x: Array, axis: int, size: int) -> Array:
-    """Splits a negative axis [k] into [blocks, size], zero-padding the end; size stands at ``axis``, blocks before
-    it.
-    """
-    k = x.shape[axis]
-    count = -(-k // size)
-    widths = [(0, 0)] * x.ndim
-    widths[axis] = (0, count * size - k)
-    padded = jnp.pad(x, widths)
-    position = x.ndim + axis
-    return padded.reshape(*x.shape[:position], count, size, *x.shape[position + 1 :])
 
 
 # --- scale rules -------------------------------------------------------------------------------------------------
@@ -260,7 +244,7 @@ class ScaleRule(abc.ABC):
 
     @abc.abstractmethod
     def __call__(self, amax: Array, format: FloatFormat, names: tuple[AxisName, ...] = ()) -> Scales:
-        """Scales from amax (float32, a value a block; NaN or inf where the block is not finite).
+        """Scales from amax (float32, a value a block; inf where the block is not finite).
 
         Args:
             amax: largest magnitude of each block.

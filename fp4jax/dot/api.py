@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from fp4jax.dot.call import Call, explicit_sharding
+from fp4jax.blocks import explicit_sharding
+from fp4jax.dot.call import Call
 from fp4jax.dot.geometry import Geometry
 from fp4jax.dot.registry import BACKENDS, choose
 from fp4jax.recipe import Recipe

@@ -56,13 +56,6 @@ class Call:
 MARKS: dict[str, tuple[Call, str]] = {}
 
 
-def explicit_sharding(x: Array) -> NamedSharding | None:
-    """Sharding of ``x`` where its type carries one (an Explicit mesh), else None."""
-    sharding = jax.typeof(x).sharding
-    explicit = any(t == jax.sharding.AxisType.Explicit for t in sharding.mesh.axis_types)
-    return sharding if explicit else None
-
-
 def permuted(sharding: NamedSharding | None, axes: tuple[int, ...]) -> NamedSharding | None:
     """The sharding of an array whose axis i is axis ``axes[i]`` of one sharded like this."""
     if sharding is None:
