@@ -45,7 +45,13 @@ def multiply(x: Array, r: Array) -> Array:
     """x · r rounded once, with subnormal x as IEEE 754 has it: XLA's CPU and GPU code reads a subnormal factor as 0."""
     bits = lax.bitcast_convert_type(x, jnp.int32)
     field = bits & 0x7FFFFFFF
-    # A subnormal is field · 2⁻¹⁴⁹; 2⁻¹⁴⁹ itself would be flushed. Neither power of two rounds anything.
-    units = (field.astype(jnp.float32) * jnp.float32(2.0**-24)) * (r * jnp.float32(2.0**-125))
+    # A subnormal is field · 2⁻¹⁴⁹. Its power of two is moved into r by integer arithmetic: as float constants the
+    # compiler would fold the two halves of 2⁻¹⁴⁹ into one that is itself flushed. Where that ends below 0, x · r
+    # rounds to 0 anyhow.
+    lowered = lax.bitcast_convert_type(
+        jnp.maximum(lax.bitcast_convert_type(r, jnp.int32) - (125 << 23), 0), jnp.float32
+    )
+    units = field.astype(jnp.float32) * jnp.float32(2.0**-24)
+    *lowered
     subnormal = jnp.where(bits < 0, -units, units)
-    return jnp.where(field < 0x00800000, subnormal, x * r)
+    return jnp.where((field < 0x00800000) & jnp.isfinite(r), subnormal, x * r)
