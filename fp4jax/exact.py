@@ -46,12 +46,8 @@ def multiply(x: Array, r: Array) -> Array:
     bits = lax.bitcast_convert_type(x, jnp.int32)
     field = bits & 0x7FFFFFFF
     # A subnormal is field · 2⁻¹⁴⁹. Its power of two is moved into r by integer arithmetic: as float constants the
-    # compiler would fold the two halves of 2⁻¹⁴⁹ into one that is itself flushed. Where that ends below 0, x · r
-    # rounds to 0 anyhow.
-    lowered = lax.bitcast_convert_type(
-        jnp.maximum(lax.bitcast_convert_type(r, jnp.int32) - (125 << 23), 0), jnp.float32
-    )
-    units = field.astype(jnp.float32) * jnp.float32(2.0**-24)
-    *lowered
+    # compiler would fold the halves of 2⁻¹⁴⁹ into one that is itself flushed. Where that ends below 0, x · r rounds to 0.
+    lowered = jnp.maximum(lax.bitcast_convert_type(r, jnp.int32) - (125 << 23), 0)
+    units = (field.astype(jnp.float32) * jnp.float32(2.0**-24)) * lax.bitcast_convert_type(lowered, jnp.float32)
     subnormal = jnp.where(bits < 0, -units, units)
     return jnp.where((field < 0x00800000) & jnp.isfinite(r), subnormal, x * r)
