@@ -14,6 +14,7 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
+from jax.extend.random import define_prng_impl
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from fp4jax.train.checkpoint import Checkpointer, CheckpointError, CheckpointMismatchError, checkpointer, snapshot
@@ -57,6 +58,8 @@ def _like(state):
 
 def _mesh(shape: tuple[int, ...], names: tuple[str, ...], kind: AxisType = AxisType.Explicit):
     count = int(np.prod(shape))
+    if jax.device_count() < 8:
+        pytest.skip("needs eight devices, virtual or not")
     return jax.make_mesh(shape, names, (kind,) * len(shape), devices=jax.devices()[:count])
 
 
@@ -527,6 +530,37 @@ def test_a_state_that_cannot_be_saved_is_named(tmp_path, state, error, message):
         checkpoints.save(1, {"w": jnp.ones(1)})
         checkpoints.wait()
         assert checkpoints.latest() == 1
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class _Twins(list):
+    def tree_flatten_with_keys(self):
+        return [(jax.tree_util.GetAttrKey("twin"), leaf) for leaf in self], None
+
+    @classmethod
+    def tree_unflatten(cls, aux, children):
+        return cls(children)
+
+
+def test_leaves_need_names_of_their_own_and_keys_a_known_kind(tmp_path):
+    unnamed = define_prng_impl(
+        key_shape=(2,),
+        seed=lambda seed: jnp.zeros(2, jnp.uint32),
+        split=lambda key, shape: jnp.zeros((*shape, 2), jnp.uint32),
+        random_bits=lambda key, width, shape: jnp.zeros(shape, jnp.uint32),
+        fold_in=lambda key, data: key,
+        name="dice",
+        tag="dice",
+    )
+    with Checkpointer(tmp_path) as checkpoints:
+        with pytest.raises(
+            ValueError, match=r"two leaves of the tree are named \.twin; a checkpoint needs distinct names"
+        ):
+            checkpoints.save(1, _Twins([jnp.ones(1), jnp.ones(1)]))
+        with pytest.raises(
+            ValueError, match=r"leaf \['key'\] is a PRNG key of the unregistered kind .*; use threefry2x32"
+        ):
+            checkpoints.save(1, {"key": jax.random.key(0, impl=unnamed)})
 
 
 def test_metadata_comes_back_as_it_went_in(tmp_path):

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fp4jax.train.checkpoint import Checkpointer, DamagedCheckpointError, directory, manifest
+from fp4jax.train.checkpoint import Checkpointer, DamagedCheckpointError, directory, manifest, storage
 from fp4jax.train.checkpoint.storage import ArrayStore
 
 
@@ -146,6 +146,24 @@ def test_the_error_names_path_leaf_and_last_good_step(run):
         assert "step 150 at" in _refused(checkpoints, step=150)
         _flip(run / "100" / "fp4jax.json", 4000)
         assert _refused(checkpoints).endswith(f"there is no other good checkpoint in {run}")
+
+
+def test_a_large_leaf_is_cut_into_files_and_each_is_checked(tmp_path, monkeypatch):
+    monkeypatch.setattr(storage, "_CHUNK_BYTES", 1 << 20)
+    state = {"w": np.arange(3 << 18, dtype=np.float32).reshape(3, -1)}
+    with Checkpointer(tmp_path) as checkpoints:
+        checkpoints.save(1, state)
+        assert np.array_equal(checkpoints.restore(state)[0]["w"], state["w"])
+        chunks = [path for path in _files(tmp_path / "1") if path.stat().st_size > 1 << 19]
+        assert len(chunks) == 4
+        for chunk in chunks:
+            content = chunk.read_bytes()
+            _flip(chunk, 12345)
+            with pytest.raises(
+                DamagedCheckpointError, match=rf"leaf \['w'\]: file state/0000.w/{chunk.name} is altered"
+            ):
+                checkpoints.restore(state)
+            chunk.write_bytes(content)
 
 
 def test_resuming_before_a_damaged_step_replaces_it(run):

@@ -59,8 +59,8 @@ class HostLeaf:
 def snapshot(state: Any) -> list[HostLeaf]:
     """Copies every leaf; the transfers of all leaves are begun before the first is waited for.
 
-    Accelerators copy into pinned memory (on an H200, 54 GB/s against 1.8 into pageable memory), which JAX's pool keeps
-    for the next snapshot. Where the pool is too small, the rest goes into pageable memory, with a warning.
+    Accelerators copy into pinned memory, much faster than into pageable memory; JAX's pool keeps it for the next
+    snapshot. What does not fit into the pool goes to pageable memory, with a warning (figures: docs/checkpoints.md).
 
     Raises:
         TypeError: a leaf is not a `jax.Array` or NumPy array, or has a dtype no checkpoint holds.
