@@ -46,7 +46,7 @@ def multiply(x: Array, r: Array) -> Array:
     bits = lax.bitcast_convert_type(x, jnp.int32)
     field = bits & 0x7FFFFFFF
     # A subnormal is field · 2⁻¹⁴⁹. Its power of two is moved into r by integer arithmetic: as float constants the
-    # compiler would fold the halves of 2⁻¹⁴⁹ into one that is itself flushed. Where that ends below 0, x · r rounds to 0.
+    # compiler would fold the halves of 2⁻¹⁴⁹ into one that is flushed. Where that ends below 0, x · r rounds to 0.
     lowered = jnp.maximum(lax.bitcast_convert_type(r, jnp.int32) - (125 << 23), 0)
     units = (field.astype(jnp.float32) * jnp.float32(2.0**-24)) * lax.bitcast_convert_type(lowered, jnp.float32)
     subnormal = jnp.where(bits < 0, -units, units)

@@ -195,8 +195,8 @@ def _select_by_histogram(keys: Array, ranks: tuple[int, ...], bits: int) -> list
     """Radix select, 16 bits at a time: counts of the upper digit, then of the lower among keys with the digit found."""
 
     def find(counts, rank):
-        running = jnp.cumsum(counts)
-        digit = jnp.sum((running <= rank).astype(jnp.int32))
+        running = jnp.cumsum(counts, dtype=jnp.int32)
+        digit = jnp.sum(running <= rank, dtype=jnp.int32)
         return digit, rank - (running[digit] - counts[digit])
 
     bins = jnp.zeros(2**16, jnp.int32)
@@ -222,7 +222,7 @@ def _select_by_bisection(
         result = []
         for rank, (low, high) in zip(ranks, bounds, strict=True):
             middle = (low >> 1) + (high >> 1) + (low & high & 1)
-            count = jnp.sum((keys <= middle).astype(jnp.int32), axis=axes, keepdims=True)
+            count = jnp.sum(keys <= middle, axis=axes, keepdims=True, dtype=jnp.int32)
             enough = (lax.psum(count, names) if names else count) > rank
             result.append((jnp.where(enough, low, middle + 1), jnp.where(enough, middle, high)))
         return tuple(result)
