@@ -172,8 +172,9 @@ def decode(codes: Array, format: FloatFormat) -> Array:
     """Values of codes, float32: the inverse of ``encode``.
 
     Args:
-        codes: uint8 array; only the low ``format.bits`` bits count.
+        codes: uint8 array; only the low ``format.bits`` bits count. A code past the largest value is NaN.
     """
-    positive = format._codes().astype(np.float32)
+    positive = format._codes()
+    positive = np.where(positive <= format.max, positive, np.nan).astype(np.float32)
     table = np.concatenate([positive, -positive]) if format.signed else positive
     return jnp.asarray(table)[codes.astype(jnp.int32) & (2**format.bits - 1)]
