@@ -1,0 +1,196 @@
+"""LLaMA-2 in Flax NNX, with the recipe of every linear layer chosen by one rule list."""
+
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from fp4jax.models.attention import Attention, rope_tables
+from fp4jax.models.configs import LlamaConfig
+from fp4jax.models.parts import RMSNorm, SwiGLU, axis_names, fold_path, linear
+from fp4jax.models.remat import REMAT_POLICIES
+from fp4jax.nn import Rules, resolve_rules
+from fp4jax.nn.linear import promotion
+from fp4jax.nn.product import product
+from fp4jax.recipe import Recipe
+
+LINEAR_PATHS = (
+    "layers.attention.query",
+    "layers.attention.key",
+    "layers.attention.value",
+    "layers.attention.output",
+    "layers.mlp.gate",
+    "layers.mlp.up",
+    "layers.mlp.down",
+    "head",
+)
+"""Paths of the products a rule list decides. The blocks are stacked, so that one path names a layer in all of them."""
+
+
+class Block(nnx.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x)).
+
+    Args:
+        config: the model's configuration.
+        recipes: recipe of each layer path.
+        backend: backend of the recipes, None to choose.
+        rngs: draws the parameters.
+    """
+
+    def __init__(
+        self, config: LlamaConfig, recipes: Mapping[str, Recipe | None], *, backend: str | None, rngs: nnx.Rngs
+    ):
+        self.attention_norm = RMSNorm(config)
+        self.attention = Attention(config, recipes, backend=backend, rngs=rngs)
+        self.mlp_norm = RMSNorm(config)
+        self.mlp = SwiGLU(config, recipes, backend=backend, rngs=rngs)
+
+    def __call__(self, x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+        """x [b, t, d] -> [b, t, d]."""
+        x = x + self.attention(self.attention_norm(x), cos, sin)
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class TiedHead(nnx.Module):
+    """Logits x Eᵀ against the embedding table E[v, d]: the head's product, with no parameters of its own.
+
+    Args:
+        config: the model's configuration.
+        recipe: recipe of the product, None for high precision.
+        backend: backend of the recipe, None to choose.
+        rngs: seeds the noise of a stochastic recipe.
+    """
+
+    def __init__(self, config: LlamaConfig, recipe: Recipe | None, *, backend: str | None, rngs: nnx.Rngs):
+        self.dot_general = jax.lax.dot_general if recipe is None else product(recipe, backend, rngs)
+        self.promote_dtype = promotion(recipe, None if recipe is None else backend, jnp.float32)
+        self.dtype = config.dtype
+
+    def __call__(self, x: jax.Array, table: jax.Array) -> jax.Array:
+        """x [..., d], table [v, d] -> float32 logits [..., v]."""
+        x, table = self.promote_dtype((x, table), dtype=self.dtype)
+        numbers = (((x.ndim - 1,), (1,)), ((), ()))
+        return self.dot_general(x, table, numbers, preferred_element_type=jnp.float32)
+
+
+class Llama(nnx.Module):
+    """LLaMA-2 (arXiv:2307.09288): tokens in, float32 logits out.
+
+    Pre-norm blocks of rotary causal attention and SwiGLU, no biases, RMSNorm. Activations are `config.dtype`,
+    parameters `config.param_dtype`; kernels reach their products unrounded. The blocks' parameters are stacked along a
+    leading axis of size `num_layers`, whether they run under scan or unrolled.
+
+    Args:
+        config: shape and numerics; see `MODELS`.
+        rules: which linear layer follows which recipe; see `fp4jax.nn.default_rules` and `LINEAR_PATHS`. None leaves
+            all in high precision.
+        backend: backend of the recipes, None to choose.
+        rngs: "params" draws the weights. "noise" seeds stochastic recipes, if there are any; the weights do not depend
+            on it, nor on the rules.
+
+    Example:
+        >>> model = Llama(MODELS["tiny"], rules=fp4jax.nn.default_rules(fp4jax.recipes.fp4()), rngs=nnx.Rngs(0))
+        >>> model(jnp.zeros((2, 16), jnp.int32)).shape
+        (2, 16, 256)
+        >>> graphdef, params = nnx.split(model, nnx.Param)  # for jax.jit, jax.grad, jax.vmap over seeds
+        >>> logits = jax.jit(lambda params, tokens: nnx.merge(graphdef, params)(tokens))
+    """
+
+    def __init__(self, config: LlamaConfig, *, rules: Rules | None = None, backend: str | None = None, rngs: nnx.Rngs):
+        recipes = resolve_rules((((".*", None),) if rules is None else rules), LINEAR_PATHS)
+        self.config = config
+        self.embed = nnx.Embed(
+            config.vocab_size,
+            config.embed_dim,
+            # The lookup stays in the table's dtype: so does its gradient, a sum over all places a token stands.
+            dtype=config.param_dtype,
+            param_dtype=config.param_dtype,
+            embedding_init=nnx.initializers.normal(config.weight_std),
+            embedding_metadata=axis_names("vocab", "embed"),
+            rngs=rngs,
+        )
+        self.layers = _stack_blocks(config, recipes, backend, rngs)
+        self.norm = RMSNorm(config)
+        self.head = _head(config, recipes["head"], backend, rngs)
+
+    def __call__(self, tokens: jax.Array, *, positions: jax.Array | None = None) -> jax.Array:
+        """Logits of the next token at every place.
+
+        Args:
+            tokens: integers [b, t]. A token outside the vocabulary makes its sequence NaN.
+            positions: integers [t] or [b, t] for the rotary embedding; None counts from 0. Attention is causal in the
+                order of the axis, whatever the positions.
+
+        Returns:
+            float32 logits [b, t, v].
+
+        Raises:
+            ValueError: tokens are not [b, t] with t ≤ max_seq_len.
+        """
+        config = self.config
+        if tokens.ndim != 2 or tokens.shape[1] > config.max_seq_len:
+            raise ValueError(
+                f"tokens must be [batch, time ≤ max_seq_len={config.max_seq_len}], got shape {tokens.shape}"
+            )
+        if positions is None:
+            positions = jnp.arange(tokens.shape[1])
+        cos, sin = rope_tables(positions, config.head_dim, config.rope_base)
+        x = self.embed(tokens).astype(config.dtype)
+        x = self._blocks(x, cos, sin)
+        x = self.norm(x)
+        if config.tie_embeddings:
+            return self.head(x, self.embed.embedding[...])
+        return self.head(x)
+
+    def _blocks(self, x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+        """Run the stacked blocks. NNX carries the noise counts of stochastic recipes out of scan and remat."""
+
+        def run(x: jax.Array, block: Block) -> jax.Array:
+            return block(x, cos, sin)
+
+        if self.config.remat != "none":
+            # Inside scan the loop keeps XLA from merging the two forward passes; unrolled, only barriers do.
+            run = nnx.remat(
+                run, policy=REMAT_POLICIES[self.config.remat], prevent_cse=not self.config.scan_layers, graph=False
+            )
+        if self.config.scan_layers:
+            return nnx.scan(run, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry, graph=False)(x, self.layers)
+
+        leaves, treedef = jax.tree.flatten(self.layers)
+        blocks = [treedef.unflatten(parts) for parts in zip(*map(jnp.unstack, leaves), strict=True)]
+        for block in blocks:
+            x = run(x, block)
+        counts = [nnx.state(block, nnx.RngCount) for block in blocks]
+        nnx.update(self.layers, jax.tree.map(lambda *parts: jnp.stack(parts), *counts))
+        return x
+
+
+def _stack_blocks(
+    config: LlamaConfig, recipes: Mapping[str, Recipe | None], backend: str | None, rngs: nnx.Rngs
+) -> Block:
+    """`num_layers` blocks in one: parameters get a leading axis named "layers", noise streams a key a layer."""
+
+    @nnx.split_rngs(splits=config.num_layers)
+    @nnx.vmap(transform_metadata={nnx.PARTITION_NAME: "layers"})
+    def create(rngs: nnx.Rngs) -> Block:
+        return Block(config, recipes, backend=backend, rngs=rngs)
+
+    return create(rngs)
+
+
+def _head(config: LlamaConfig, recipe: Recipe | None, backend: str | None, rngs: nnx.Rngs) -> nnx.Module:
+    """The last linear layer, tied or with a kernel of its own."""
+    if config.tie_embeddings:
+        return TiedHead(config, recipe, backend=backend, rngs=nnx.Rngs(noise=fold_path(rngs, "head")))
+    return linear(
+        "head",
+        config.embed_dim,
+        config.vocab_size,
+        ("embed", "vocab"),
+        config=config,
+        recipes={"head": recipe},
+        backend=backend,
+        rngs=rngs,
+        preferred_element_type=jnp.float32,
+    )

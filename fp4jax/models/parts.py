@@ -1,0 +1,116 @@
+"""What every part of the model is made of: the annotated linear layer, the norm, the SwiGLU."""
+
+import functools
+import zlib
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+
+from fp4jax.models.configs import LlamaConfig
+from fp4jax.nn import Linear
+from fp4jax.recipe import Recipe
+
+
+def axis_names(*names: str) -> dict[str, Any]:
+    """Variable metadata that names a parameter's axes, for `nnx.get_partition_spec` under logical axis rules.
+
+    Names stay names: the parameter is not resharded when it is created, so that a model can be built with no mesh.
+    """
+    return {"out_sharding": names, "eager_sharding": False}
+
+
+def linear(
+    path: str,
+    in_features: int,
+    out_features: int,
+    axes: tuple[str, str],
+    *,
+    config: LlamaConfig,
+    recipes: Mapping[str, Recipe | None],
+    backend: str | None,
+    rngs: nnx.Rngs,
+    std: float | None = None,
+    preferred_element_type: DTypeLike | None = None,
+) -> Linear:
+    """The linear layer at `path`: its recipe, its initial weights (normal, `config.weight_std` or std), its axes."""
+    recipe = recipes[path]
+    return Linear(
+        in_features,
+        out_features,
+        recipe=recipe,
+        backend=None if recipe is None else backend,
+        dtype=config.dtype,
+        param_dtype=config.param_dtype,
+        kernel_init=nnx.initializers.normal(config.weight_std if std is None else std),
+        preferred_element_type=preferred_element_type,
+        kernel_metadata=axis_names(*axes),
+        rngs=nnx.Rngs(params=rngs.params(), noise=fold_path(rngs, path)),
+    )
+
+
+def fold_path(rngs: nnx.Rngs, path: str) -> jax.Array:
+    """The noise key of the layer at `path`: a function of the "noise" seed and the path alone.
+
+    Nothing is drawn from a stream, so that the noise of one layer does not move when a rule changes another's recipe.
+    """
+    return jax.random.fold_in(rngs.noise.key[...], zlib.crc32(path.encode()))
+
+
+class RMSNorm(nnx.Module):
+    """x/√(mean(x²) + ε) · scale over the last axis, in float32, rounded once to x's dtype (arXiv:1910.07467).
+
+    `flax.nnx.RMSNorm` rounds the scale to the layer's dtype first.
+
+    Args:
+        config: the model's configuration.
+    """
+
+    def __init__(self, config: LlamaConfig):
+        self.scale = nnx.Param(jnp.ones(config.embed_dim, config.param_dtype), **axis_names("embed"))
+        self.epsilon = config.norm_eps
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """x [..., d] -> [..., d]."""
+        return _rms_norm(x, self.scale[...], self.epsilon)
+
+
+class SwiGLU(nnx.Module):
+    """down(silu(gate(x)) ⊙ up(x)) (Shazeer, arXiv:2002.05202).
+
+    Args:
+        config: the model's configuration.
+        recipes: recipe of each layer path.
+        backend: backend of the recipes, None to choose.
+        rngs: draws the parameters.
+    """
+
+    def __init__(
+        self, config: LlamaConfig, recipes: Mapping[str, Recipe | None], *, backend: str | None, rngs: nnx.Rngs
+    ):
+        d, f = config.embed_dim, config.mlp_dim
+        options = {"config": config, "recipes": recipes, "backend": backend, "rngs": rngs}
+        self.gate = linear("layers.mlp.gate", d, f, ("embed", "mlp"), **options)
+        self.up = linear("layers.mlp.up", d, f, ("embed", "mlp"), **options)
+        self.down = linear("layers.mlp.down", f, d, ("mlp", "embed"), std=config.residual_std, **options)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """x [..., d] -> [..., d]."""
+        return self.down(_gated_silu(self.gate(x), self.up(x)))
+
+
+# The float32 values inside these two are twice the size of what goes in. Kept for the backward pass they would cost
+# more memory traffic than computing them again, which XLA fuses into their consumers.
+@functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=2)
+def _rms_norm(x: jax.Array, scale: jax.Array, epsilon: float) -> jax.Array:
+    wide = x.astype(jnp.float32)
+    inverse = jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + epsilon)
+    return (wide * (inverse * scale.astype(jnp.float32))).astype(x.dtype)
+
+
+@functools.partial(jax.checkpoint, prevent_cse=False)
+def _gated_silu(gate: jax.Array, up: jax.Array) -> jax.Array:
+    return (jax.nn.silu(gate.astype(jnp.float32)) * up.astype(jnp.float32)).astype(gate.dtype)

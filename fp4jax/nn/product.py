@@ -1,0 +1,94 @@
+"""The product a layer is given: which callable a recipe asks for, in which dtypes, and where its noise comes from."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from flax.nnx.nn.dtypes import promote_dtype
+from jax.typing import DTypeLike
+
+from fp4jax.dot import DotGeneral
+from fp4jax.recipe import Recipe
+
+
+@dataclasses.dataclass(frozen=True)
+class KeepKernelDtype:
+    """A `promote_dtype` for stock Flax layers that never touches the kernel.
+
+    Flax casts inputs, kernel and bias to the layer's `dtype`, so with `dtype=bfloat16` the float32 master weight is
+    rounded to bfloat16 before it is quantized: two roundings where the recipe defines one. This one casts the inputs
+    to `dtype` (left alone when None), leaves the kernel as it is stored, and casts the bias to the dtype of the result.
+
+        layer = nnx.Linear(8, 16, dtype=jnp.bfloat16, dot_general=fp4jax.DotGeneral(recipe),
+                           promote_dtype=fp4jax.nn.KeepKernelDtype(recipe.output_dtype), rngs=nnx.Rngs(0))
+
+    Args:
+        output_dtype: dtype the product returns; None means that of the inputs.
+    """
+
+    output_dtype: DTypeLike | None = None
+
+    def __call__(self, args: tuple[Any, ...], /, *, dtype: DTypeLike | None = None, inexact: bool = True):
+        """Cast (inputs, kernel) or (inputs, kernel, bias) as described above."""
+        inputs, kernel, *bias = args
+        (inputs,) = promote_dtype((inputs,), dtype=dtype, inexact=inexact)
+        output = inputs.dtype if self.output_dtype is None else self.output_dtype
+        return inputs, jnp.asarray(kernel), *(None if b is None else jnp.asarray(b, output) for b in bias)
+
+
+class KeyedDotGeneral(nnx.Module):
+    """A `dot_general` with a random stream of its own, for recipes that round stochastically.
+
+    The noise of call c is drawn with `fold_in(key, c)`, so it depends on the layer's key and on how many calls went
+    before, never on the mesh. The stream is ordinary NNX state (`nnx.RngState`): stacked layers stack it, one key each;
+    `nnx.jit`, `nnx.scan` and `nnx.remat` carry its count, and a rematerialized call redraws what it drew. A raw
+    `jax.jit` that closes over the module cannot, and Flax raises `TraceContextError`; pass the module's state in and
+    out, or pin the count to the training step with `set_noise_step`.
+
+    Args:
+        dot: the product and its recipe.
+        key: a typed PRNG key.
+    """
+
+    def __init__(self, dot: DotGeneral, key: jax.Array):
+        self.dot = dot
+        self.stream = nnx.RngStream(key, tag="noise")
+        self.deterministic = False  # `module.eval()` sets it: evaluation reads the stream and does not advance it
+
+    def __call__(
+        self,
+        lhs: jax.Array,
+        rhs: jax.Array,
+        dimension_numbers: Any,
+        precision: Any = None,
+        preferred_element_type: DTypeLike | None = None,
+        out_sharding: Any = None,
+    ) -> jax.Array:
+        """`jax.lax.dot_general` under the recipe, with the next key of the stream."""
+        stream = self.stream
+        key = jax.random.fold_in(stream.key[...], stream.count[...]) if self.deterministic else stream()
+        return self.dot(lhs, rhs, dimension_numbers, precision, preferred_element_type, out_sharding, key=key)
+
+
+def set_noise_step(model: nnx.Module, step: jax.Array | int) -> None:
+    """Set the count of every noise stream in `model`, in place, so that noise is a function of (key, layer, step).
+
+    A functional train step calls it on the module it has just merged and drops the counts afterwards; a resumed run
+    then draws what the uninterrupted one drew. A model without stochastic recipes is left as it is.
+
+    Args:
+        model: the module, created or merged in the current trace.
+        step: scalar; with gradient accumulation, the number of the micro-batch.
+    """
+    for _, module in nnx.iter_modules(model):
+        if isinstance(module, KeyedDotGeneral):
+            count = module.stream.count
+            count[...] = jnp.broadcast_to(jnp.asarray(step, count.dtype), count.shape)
+
+
+def product(recipe: Recipe, backend: str | None, rngs: nnx.Rngs) -> DotGeneral | KeyedDotGeneral:
+    """The `dot_general` of `recipe`; only a stochastic recipe draws from `rngs`, its stream "noise"."""
+    dot = DotGeneral(recipe, backend)
+    return KeyedDotGeneral(dot, rngs.noise()) if recipe.needs_key else dot

@@ -1,0 +1,47 @@
+"""LLaMA-2 written a second time, from stock Flax layers and a Python loop, to compare `fp4jax.models.Llama` with."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+
+def plain_llama(config, params, tokens):
+    """Logits of `config` with the parameters of a `Llama`, a nested dict of arrays."""
+    b, t = tokens.shape
+    h, dtype = config.head_dim, config.dtype
+
+    def dense(kernel, x, **options):
+        layer = nnx.Linear(*kernel.shape, use_bias=False, dtype=dtype, rngs=nnx.Rngs(0), **options)
+        layer.kernel[...] = kernel
+        return layer(x)
+
+    def norm(scale, x):
+        layer = nnx.RMSNorm(x.shape[-1], epsilon=config.norm_eps, dtype=jnp.float32, rngs=nnx.Rngs(0))
+        layer.scale[...] = scale
+        return layer(x).astype(dtype)
+
+    inverse = config.rope_base ** -(jnp.arange(0, h, 2, dtype=jnp.float32) / h)
+    angles = jnp.arange(t, dtype=jnp.float32)[:, None] * inverse
+    cos, sin = (jnp.concatenate([f(angles)] * 2, -1)[None, :, None, :] for f in (jnp.cos, jnp.sin))
+
+    def rotate(x):
+        wide = x.astype(jnp.float32)
+        half = jnp.concatenate([-wide[..., h // 2 :], wide[..., : h // 2]], -1)
+        return (wide * cos + half * sin).astype(dtype)
+
+    x = params["embed"]["embedding"][tokens].astype(dtype)
+    for i in range(config.num_layers):
+        layer = jax.tree.map(lambda a, i=i: a[i], params["layers"])
+        y = norm(layer["attention_norm"]["scale"], x)
+        q, k, v = (
+            dense(layer["attention"][name]["kernel"], y).reshape(b, t, -1, h) for name in ("query", "key", "value")
+        )
+        out = jax.nn.dot_product_attention(rotate(q), rotate(k), v, is_causal=True).reshape(b, t, -1)
+        x = x + dense(layer["attention"]["output"]["kernel"], out)
+        y = norm(layer["mlp_norm"]["scale"], x)
+        gate, up = (dense(layer["mlp"][name]["kernel"], y) for name in ("gate", "up"))
+        y = (nnx.silu(gate.astype(jnp.float32)) * up.astype(jnp.float32)).astype(dtype)
+        x = x + dense(layer["mlp"]["down"]["kernel"], y)
+    x = norm(params["norm"]["scale"], x)
+    head = params["embed"]["embedding"].T if config.tie_embeddings else params["head"]["kernel"]
+    return dense(head, x, preferred_element_type=jnp.float32)
