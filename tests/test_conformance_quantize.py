@@ -150,7 +150,7 @@ def calls(draw):
     return x.astype(F32).astype(dtype), spec, axis
 
 
-@hypothesis.settings(max_examples=60, deadline=None, derandomize=True)
+@hypothesis.settings(max_examples=40, deadline=None, derandomize=True)
 @hypothesis.given(calls())
 def test_any_call_equals_the_oracle(call):
     x, spec, axis = call
@@ -172,9 +172,13 @@ def test_the_other_axis_is_the_transpose(granularity):
 
 SPECS = [
     fp4jax.QuantSpec(fp4jax.E2M1, granularity, rule)
-    for granularity, rule in itertools.product(
-        (fp4jax.PerTensor(), fp4jax.PerVector(), fp4jax.PerBlock(16), fp4jax.PerBlock2D(8, 16)),
-        (fp4jax.AbsMax(), fp4jax.PowerOfTwo("rceil"), fp4jax.TwoLevel()),
+    for granularity, rule in (
+        (fp4jax.PerTensor(), fp4jax.AbsMax()),
+        (fp4jax.PerVector(), fp4jax.AbsMax()),
+        (fp4jax.PerVector(), fp4jax.TwoLevel()),
+        (fp4jax.PerBlock(16), fp4jax.PowerOfTwo("rceil")),
+        (fp4jax.PerBlock(16), fp4jax.TwoLevel()),
+        (fp4jax.PerBlock2D(8, 16), fp4jax.AbsMax()),
     )
 ]
 

@@ -399,6 +399,15 @@ def test_quantized_product_equals_a_naive_loop():
         assert model.drhs.value[t, j] == pytest.approx(want * factor[t, j], rel=1e-12)
 
 
+def test_sparse_compensation_restores_what_the_clamp_took():
+    """With the identity as weight, Y = Q(Xc)·sx + ΔX."""
+    x, w = np.random.default_rng(4).normal(size=(6, 20)).astype(F32), np.eye(20, dtype=F32)
+    occ = Occ(alpha=0.9, compensation="sparse")
+    got = oracle_dot.dot_general(x, w, (((1,), (0,)), ((), ())), recipe(Spec(), Spec(), outliers=occ), x)
+    clamped, residual = oracle.clamp_outliers(x, occ, -1)
+    np.testing.assert_allclose(got.y.value, oracle.quantize(clamped, Spec(), -1).exact + residual, rtol=1e-6)
+
+
 def test_scale_of_a_reused_block_cannot_be_folded():
     blocks = Spec(granularity=PerBlock(2))
     x = np.random.default_rng(0).normal(size=(4, 4)).astype(F32)

@@ -103,17 +103,14 @@ def test_zero_rows_stay_zero_under_a_finite_scale(rule, dtype):
         assert not back[0].any()
 
 
-@dtypes
 @every_recipe
-def test_zero_rows_have_finite_gradients_in_the_dtype_of_their_input(name, dtype):
-    """Traps 1 and 32."""
-    x = normal(0, 8, 32).at[0].set(0).astype(dtype)
-    w = normal(1, 32, 6).at[:, 2].set(0).astype(dtype)
-    y, dx, dw = product(name)(x, w, jnp.ones((8, 6), dtype))
-    assert all(np.isfinite(np.asarray(t, F32)).all() for t in (y, dx, dw))
-    assert not np.asarray(y, F32)[0].any()
-    assert not np.asarray(y, F32)[:, 2].any()
-    assert dx.dtype == dw.dtype == dtype
+def test_zero_rows_have_finite_gradients(name):
+    """Trap 1. The conformance suite has a zero row and a zero column too, in every dtype."""
+    x, w = normal(0, 8, 32).at[0].set(0), normal(1, 32, 6).at[:, 2].set(0)
+    y, dx, dw = product(name)(x, w, jnp.ones((8, 6), jnp.float32))
+    assert all(np.isfinite(np.asarray(t)).all() for t in (y, dx, dw))
+    assert not np.asarray(y)[0].any()
+    assert not np.asarray(y)[:, 2].any()
 
 
 @rules
@@ -280,7 +277,7 @@ def test_power_of_two_exponents_are_never_off_by_one(fmt):
         assert stored[-5] == 127
         assert 1 <= min(stored) <= max(stored) <= 254
         if mode == "rceil":
-            inside = amax <= fmt.max * 2.0**126
+            inside = amax.astype(np.float64) <= fmt.max * 2.0**126
             assert (amax.astype(np.float64) / np.ldexp(1.0, exponent) <= fmt.max)[inside].all()
 
 
@@ -354,17 +351,16 @@ def test_element_zero_is_the_low_nibble():
         assert np.asarray(unpack_nibbles(packed, n)).tolist() == list(range(n))
 
 
-@pytest.mark.parametrize("scope", ["tensor", "vector"])
-def test_alpha_one_is_the_identity_and_small_arrays_have_bounds(scope):
+def test_alpha_one_is_the_identity_and_small_arrays_have_bounds():
     """Trap 20: int(αn) would be n at α = 1."""
-    for alpha, n, dtype in itertools.product((1.0, 0.999), (1, 2, 1000), DTYPES):
-        x = normal(n, n, dtype=dtype)
+    for alpha, n, scope in itertools.product((1.0, 0.999), (1, 2, 1000), ("tensor", "vector")):
+        x = normal(n, n)
         occ = fp4jax.OCC(alpha=alpha, scope=scope)
         clamped, residual = jax.jit(functools.partial(fp4jax.clamp_outliers, occ=occ, axis=-1))(x)
-        np.testing.assert_array_equal(np.asarray(clamped, F32), oracle.clamp_outliers(np.asarray(x), occ, -1)[0])
+        np.testing.assert_array_equal(clamped, oracle.clamp_outliers(np.asarray(x), occ, -1)[0])
         if alpha == 1.0:
-            np.testing.assert_array_equal(np.asarray(clamped, F32), np.asarray(x, F32))
-            assert not np.asarray(residual, F32).any()
+            np.testing.assert_array_equal(clamped, x)
+            assert not np.asarray(residual).any()
 
 
 def uniform_recipe(spec):
@@ -453,7 +449,7 @@ def test_noise_is_the_same_on_any_mesh():
 
 def test_a_traced_key_passes_through_every_transformation():
     """Trap 29: nothing leaks a tracer, and remat draws the same noise again."""
-    recipe = uniform_recipe(STOCHASTIC_VECTOR)
+    recipe = fp4jax.Recipe("noisy", fprop=fp4jax.Gemm(STOCHASTIC_VECTOR, STOCHASTIC_VECTOR))
     x, w, keys = normal(0, 4, 8), normal(1, 8, 6), jax.random.split(jax.random.key(0), 2)
 
     def loss(x, w, key):
@@ -465,9 +461,9 @@ def test_a_traced_key_passes_through_every_transformation():
     want = [np.stack(pair) for pair in zip(grad(x, w, keys[0]), grad(x, w, keys[1]))]
     runs = {
         "grad(jit)": [jnp.stack(p) for p in zip(*(jax.grad(jax.jit(loss), (0, 1))(x, w, k) for k in keys))],
-        "remat": jax.lax.map(lambda k: jax.grad(jax.checkpoint(loss), (0, 1))(x, w, k), keys),
-        "scan": jax.lax.scan(lambda c, k: (c, jax.grad(loss, (0, 1))(x, w, k)), None, keys)[1],
-        "vmap": jax.vmap(jax.grad(loss, (0, 1)), (None, None, 0))(x, w, keys),
+        "remat": jax.jit(lambda ks: jax.lax.map(lambda k: jax.grad(jax.checkpoint(loss), (0, 1))(x, w, k), ks))(keys),
+        "scan": jax.jit(lambda ks: jax.lax.scan(lambda c, k: (c, jax.grad(loss, (0, 1))(x, w, k)), None, ks)[1])(keys),
+        "vmap": jax.jit(jax.vmap(jax.grad(loss, (0, 1)), (None, None, 0)))(x, w, keys),
     }
     for name, got in runs.items():
         for a, b in zip(got, want, strict=True):
