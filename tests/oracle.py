@@ -204,6 +204,7 @@ class Quantized:
     block_scale: np.ndarray
     outer_scale: np.ndarray | None = None
     scaled: np.ndarray | None = None  # u, what was rounded
+    residual: np.ndarray | None = None  # ΔX, where outliers were clamped
 
     @property
     def dequantized(self) -> np.ndarray:
@@ -278,7 +279,7 @@ def clamp_outliers(x: np.ndarray, occ: Any, axis: int | tuple[int, ...]) -> tupl
         axes = contraction_axes(axis, x.ndim)
         kept = [d for d in range(x.ndim) if d not in axes]
         rows = x.transpose(*kept, *axes).reshape(int(np.prod([x.shape[d] for d in kept])), -1)
-        back = lambda bound: bound.reshape([1 if d in axes else x.shape[d] for d in range(x.ndim)])  # noqa: E731
+        back = lambda bound: bound.reshape([1 if d in axes else x.shape[d] for d in range(x.ndim)])
     n = rows.shape[1]
     ordered = np.sort(rows, axis=1)
     low, high = ordered[:, int((1 - occ.alpha) * n)], ordered[:, min(int(occ.alpha * n), n - 1)]
@@ -291,7 +292,8 @@ def quantize_activation(x: np.ndarray, spec: Any, occ: Any | None, axis: int | t
     """Clamp, quantize, and carry the residual on top of the grid values (``compensation="residual"``).
 
     An outlier holds E4M3(float32(q + float32(ΔX·r))), where amax of a block is at least amax(X)·float32(max/448) so
-    that nothing saturates; every other entry holds q. NaN and inf are looked for in X: the clamp would hide an inf.
+    that nothing saturates; every other entry holds q. ``residual_format=None`` carries float32: no rounding, no floor.
+    NaN and inf are looked for in X: the clamp would hide an inf.
     """
     x = np.asarray(x).astype(F32)
     if occ is None:
@@ -299,15 +301,18 @@ def quantize_activation(x: np.ndarray, spec: Any, occ: Any | None, axis: int | t
     labels, shape = block_labels(x.shape, spec.granularity, axis)
     whole = block_max(x, labels, int(np.prod(shape)))  # NaN marks a non-finite block
     clamped, residual = clamp_outliers(x, occ, axis)
-    if occ.compensation != "residual":
-        return quantize(clamped, spec, axis, floor=np.where(np.isnan(whole), whole, F32(0)))
-    carrier = format_of(occ.residual_format)
-    floor = whole * F32(format_of(spec.format).max / carrier.max)
-    q = quantize(clamped, spec, axis, floor=floor)
-    with np.errstate(**_QUIET):
-        sums = q.values + residual * q.reciprocal
-    values = np.where(residual != 0, round_to_grid(sums, carrier, "even").astype(F32), q.values)
-    return dataclasses.replace(q, values=values)
+    carrier = None
+    if occ.compensation == "residual" and occ.residual_format is not None:
+        carrier = format_of(occ.residual_format)
+    share = F32(0) if carrier is None else F32(format_of(spec.format).max / carrier.max)
+    q = quantize(clamped, spec, axis, floor=whole * share)
+    if occ.compensation == "residual":
+        with np.errstate(**_QUIET):
+            carried = q.values + residual * q.reciprocal
+        if carrier is not None:
+            carried = round_to_grid(carried, carrier, "even").astype(F32)
+        q = dataclasses.replace(q, values=np.where(residual != 0, carried, q.values))
+    return dataclasses.replace(q, residual=residual)
 
 
 # --- estimators -------------------------------------------------------------------------------------------------------
@@ -324,12 +329,14 @@ def dge_factor(u: np.ndarray, fmt: Format, k: float, clip: float) -> np.ndarray:
 
 
 def estimator_factor(estimator: Any, q: Quantized, fmt: Format) -> np.ndarray:
-    """What the gradient is multiplied with, one factor an element."""
+    """What the gradient is multiplied with, one factor an element; 1 for an entry that the clamp moved."""
     match type(estimator).__name__:
         case "STE":
-            return np.ones_like(q.values, np.float64)
+            factor = np.ones_like(q.values, np.float64)
         case "ClippedSTE":
-            return (np.abs(q.scaled) <= fmt.max).astype(np.float64)
+            factor = (np.abs(q.scaled) <= fmt.max).astype(np.float64)
         case "DGE":
-            return dge_factor(q.scaled, fmt, estimator.k, estimator.clip)
-    raise TypeError(f"the oracle knows no estimator {estimator!r}")
+            factor = dge_factor(q.scaled, fmt, estimator.k, estimator.clip)
+        case _:
+            raise TypeError(f"the oracle knows no estimator {estimator!r}")
+    return factor if q.residual is None else np.where(q.residual != 0, 1.0, factor)

@@ -21,16 +21,22 @@ class Sum:
     value: np.ndarray
     mass: np.ndarray
 
+    def __add__(self, other: "Sum") -> "Sum":
+        return Sum(self.value + other.value, self.mass + other.mass)
+
 
 @dataclasses.dataclass(frozen=True)
 class DotModel:
-    """One product, its two gradients, and the operands they came from."""
+    """One product and its two gradients.
+
+    ``pinned_y`` is float32 Σ of grid values · sx · sw, in this order, where scales leave the sum: what a product whose
+    sum is exact must give to the bit.
+    """
 
     y: Sum
     dlhs: Sum
     drhs: Sum
-    lhs: oracle.Quantized
-    rhs: oracle.Quantized
+    pinned_y: np.ndarray
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,15 +81,18 @@ def product(a: np.ndarray, b: np.ndarray) -> Sum:
     return Sum(a @ b, np.abs(a) @ np.abs(b))
 
 
-def per_free_index(side: Side, operand: oracle.Quantized) -> np.ndarray:
-    """The scale of a reused operand, [batch, free]: it must be the same all along what fprop contracted."""
+def first_scale(side: Side, operand: oracle.Quantized) -> np.ndarray:
+    """The scale at the first contracted index, [batch, free]; 1 where nothing is contracted."""
     scale = side.matrix(operand.scale)
-    if not scale.shape[2]:
-        return np.ones(scale.shape[:2], F32)
-    first = scale[:, :, :1]
-    if not ((scale == first) | np.isnan(scale)).all():
+    return scale[:, :, 0] if scale.shape[2] else np.ones(scale.shape[:2], F32)
+
+
+def folded_scale(side: Side, operand: oracle.Quantized) -> np.ndarray:
+    """The scale of a reused operand, [batch, free]: it must be the same all along what fprop contracted."""
+    scale, first = side.matrix(operand.scale), first_scale(side, operand)
+    if not ((scale == first[:, :, None]) | np.isnan(scale)).all():
         raise ValueError("a reused operand needs one scale a vector or a tensor")
-    return first[:, :, 0]
+    return first
 
 
 def dot_general(lhs: np.ndarray, rhs: np.ndarray, dimension_numbers: Any, recipe: Any, dy: np.ndarray) -> DotModel:
@@ -91,7 +100,7 @@ def dot_general(lhs: np.ndarray, rhs: np.ndarray, dimension_numbers: Any, recipe
 
     An operand of a backward product is one of three things. REUSE: fprop's grid values, their scale folded into dY by
     one float32 product before dY is quantized. A spec: quantized anew along the axis this product contracts. None: as
-    it came.
+    it came. OCC with "sparse" compensation adds ΔX·Wq to Y and ΔXᵀ·dY to dW.
     """
     (lhs_contracted, rhs_contracted), (lhs_batch, rhs_batch) = dimension_numbers
     left = Side(lhs.shape, tuple(lhs_batch), tuple(lhs_contracted))
@@ -116,6 +125,11 @@ def dot_general(lhs: np.ndarray, rhs: np.ndarray, dimension_numbers: Any, recipe
 
     with np.errstate(over="ignore", invalid="ignore", under="ignore"):
         y = product(left.matrix(x.exact), right.matrix(w.exact).transpose(0, 2, 1))
+        pinned = product(left.matrix(x.values), right.matrix(w.values).transpose(0, 2, 1)).value.astype(F32)
+        pinned = pinned * first_scale(left, x)[:, :, None] * first_scale(right, w)[:, None, :]
+        sparse = recipe.outliers is not None and recipe.outliers.compensation == "sparse"
+        if sparse:
+            y = y + product(left.matrix(x.residual), right.matrix(w.exact).transpose(0, 2, 1))
 
         scale = None
         if dgrad.rhs is None:
@@ -123,18 +137,20 @@ def dot_general(lhs: np.ndarray, rhs: np.ndarray, dimension_numbers: Any, recipe
         elif is_spec(dgrad.rhs):
             operand = oracle.quantize(rhs, dgrad.rhs, right.free).exact
         else:
-            operand, scale = w.values, per_free_index(right, w)[:, None, :]
+            operand, scale = w.values, folded_scale(right, w)[:, None, :]
         dx = product(gradient(dgrad.lhs, scale, n_range), right.matrix(operand))  # [b, m, n] · [b, n, k]
 
         scale = None
         if wgrad.lhs is None:
             operand = lhs.astype(F32)
         elif is_spec(wgrad.lhs):
-            operand = oracle.quantize(lhs, wgrad.lhs, left.free).exact
+            operand = oracle.quantize_activation(lhs, wgrad.lhs, recipe.outliers, left.free).exact
         else:
-            operand, scale = x.values, per_free_index(left, x)[:, :, None]
+            operand, scale = x.values, folded_scale(left, x)[:, :, None]
         g = gradient(wgrad.rhs, scale, m_range)
         dw = product(g.transpose(0, 2, 1), left.matrix(operand))  # [b, n, m] · [b, m, k]
+        if sparse:
+            dw = dw + product(dy32.reshape(b, m, n).transpose(0, 2, 1), left.matrix(x.residual))
 
     def through(total: Sum, side: Side, estimator: Any, spec: Any, q: oracle.Quantized) -> Sum:
         factor = 1.0 if spec is None else oracle.estimator_factor(estimator, q, oracle.format_of(spec.format))
@@ -144,6 +160,5 @@ def dot_general(lhs: np.ndarray, rhs: np.ndarray, dimension_numbers: Any, recipe
         Sum(y.value.reshape(dy.shape), y.mass.reshape(dy.shape)),
         through(dx, left, recipe.activation_estimator, fprop.lhs, x),
         through(dw, right, recipe.weight_estimator, fprop.rhs, w),
-        x,
-        w,
+        pinned.reshape(dy.shape),
     )

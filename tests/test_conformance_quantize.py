@@ -15,6 +15,7 @@ import ml_dtypes
 import numpy as np
 import oracle
 import pytest
+import tolerances
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -166,6 +167,53 @@ def test_the_other_axis_is_the_transpose(granularity):
     a, b = fp4jax.quantize(jnp.asarray(x), spec, axis=0), fp4jax.quantize(jnp.asarray(x.T), spec, axis=1)
     assert_same_bits(a.values, np.asarray(b.values).T)
     assert_same_bits(a.scale, np.asarray(b.scale).T)
+
+
+# --- outliers and estimators ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scope", ["tensor", "vector"])
+@pytest.mark.parametrize("dtype", [F32, ml_dtypes.bfloat16, np.float16], ids=lambda d: np.dtype(d).name)
+def test_clamping_equals_sorting(dtype, scope):
+    """Heavy tails, ties, signed zeros and one-sided rows; any axis, and two at once."""
+    rng = np.random.default_rng(0)
+    x = rng.standard_t(2, (6, 5, 40))
+    x[1] = np.round(x[1])
+    x[2], x[3], x[4] = np.abs(x[2]), -1.5, np.where(rng.random((5, 40)) < 0.5, -0.0, 0.0)
+    x = x.astype(F32).astype(dtype)
+    for alpha, axis in ((0.99, -1), (0.97, (0, 2)), (0.6, 1), (1.0, -1)):
+        occ = fp4jax.OCC(alpha=alpha, scope=scope)
+        clamped, residual = jax.jit(functools.partial(fp4jax.clamp_outliers, occ=occ, axis=axis))(jnp.asarray(x))
+        expected = oracle.clamp_outliers(x, occ, axis)
+        assert clamped.dtype == residual.dtype == dtype
+        np.testing.assert_array_equal(np.asarray(clamped, F32), expected[0])
+        np.testing.assert_array_equal(np.asarray(residual, F32), expected[1].astype(dtype).astype(F32))
+
+
+@pytest.mark.parametrize("fmt", PAPER_FORMATS, ids=repr)
+@pytest.mark.parametrize(
+    "estimator", [fp4jax.STE(), fp4jax.ClippedSTE(), fp4jax.DGE(), fp4jax.DGE(k=3.0, clip=2.0)], ids=repr
+)
+def test_the_gradient_of_fake_quant_is_the_factor_of_the_estimator(estimator, fmt):
+    """A power-of-two floor leaves values past the maximum, where the estimators differ most."""
+    x = np.random.default_rng(0).normal(size=(9, 40)).astype(F32)
+    dy = np.random.default_rng(1).normal(size=x.shape).astype(F32)
+    for rule in (fp4jax.AbsMax(), fp4jax.PowerOfTwo("floor")):
+        spec = fp4jax.QuantSpec(fmt, scale=rule)
+        fake = functools.partial(fp4jax.fake_quant, spec=spec, axis=-1, estimator=estimator)
+        y, vjp = jax.vjp(jax.jit(fake), jnp.asarray(x))
+        q = oracle.quantize(x, spec, -1)
+        assert_same_bits(y, q.dequantized)
+        factor = oracle.estimator_factor(estimator, q, oracle.format_of(fmt))
+        np.testing.assert_allclose(vjp(jnp.asarray(dy))[0], dy * factor, rtol=tolerances.DGE_FACTOR)
+
+
+def test_dge_reproduces_the_vector_of_the_released_unit_test():
+    """linspace(−6, 6, 20) in bfloat16, k = 5, cap 3 (Azure/MS-AMP 9746ea8), to bfloat16 precision."""
+    u = np.linspace(-6, 6, 20).astype(ml_dtypes.bfloat16)
+    half = [0.2002, 0.4375, 0.6055, 0.2168, 1.8359, 0.2695, 0.3027, 0.2695, 0.2402, 0.5781]
+    got = np.asarray(fp4jax.DGE().factor(jnp.asarray(u), fp4jax.E2M1), F32)
+    np.testing.assert_allclose(got, half + half[::-1], rtol=2 * tolerances.UNIT_ROUNDOFF["bfloat16"])
 
 
 # --- transformations --------------------------------------------------------------------------------------------------

@@ -188,7 +188,7 @@ def test_no_scale_is_zero_infinite_or_subnormal(name):
 
 def test_power_of_two_on_the_published_examples():
     e2m1, e4m3 = oracle.FORMATS["E2M1"], oracle.FORMATS["E4M3"]
-    byte = lambda amax, fmt, mode: int(oracle.power_of_two_exponent(np.array([amax], F32), fmt, mode)[0]) + 127  # noqa: E731
+    byte = lambda amax, fmt, mode: int(oracle.power_of_two_exponent(np.array([amax], F32), fmt, mode)[0]) + 127
     assert (byte(7, e2m1, "floor"), byte(7, e2m1, "rceil")) == (127, 128)
     assert (byte(150, e4m3, "rceil"), byte(150, e4m3, "ceil")) == (126, 127)
     assert [byte(a, e2m1, "even") for a in (4, 6, 6.99, 7, 7.9)] == [127, 127, 127, 128, 128]
@@ -340,7 +340,7 @@ def test_dge_on_grid_at_midpoints_and_past_the_ends(name):
 
 
 def recipe(lhs=None, rhs=None, *, dy=None, reuse="reuse", outliers=None, weights=STE()):
-    gemm = lambda a, b: SimpleNamespace(lhs=a, rhs=b)  # noqa: E731
+    gemm = lambda a, b: SimpleNamespace(lhs=a, rhs=b)
     return SimpleNamespace(
         fprop=gemm(lhs, rhs),
         dgrad=gemm(dy, reuse),
