@@ -40,9 +40,8 @@ def assert_same_bits(actual, expected, what: str = ""):
     np.testing.assert_array_equal(actual.view(np.uint32), expected.view(np.uint32), err_msg=what)
 
 
-def assert_equals_oracle(q: fp4jax.QTensor, x: np.ndarray, spec: fp4jax.QuantSpec, axis):
+def assert_equals_oracle(q: fp4jax.QTensor, expected: oracle.Quantized):
     """Scales bit for bit, values bit for bit in finite blocks, NaN throughout the others."""
-    expected = oracle.quantize(x, spec, axis)
     scale, values = np.asarray(q.scale).astype(F32), np.asarray(q.values).astype(F32)
     assert scale.shape == expected.block_scale.shape
     finite = np.isfinite(expected.block_scale)
@@ -83,11 +82,12 @@ def test_every_16_bit_value(source, fmt, ties):
     spec = fp4jax.QuantSpec(fmt, rounding=ties)
     quantize = functools.partial(fp4jax.quantize, spec=spec, axis=-1)
     for name, x in arrangements(SIXTEEN_BIT[source], fmt).items():
+        expected = oracle.quantize(x, spec, -1)
         for dtype, run in itertools.product((x.dtype, np.dtype(F32)), (quantize, jax.jit(quantize))):
             with np.errstate(invalid="ignore"):
                 given = x.astype(dtype)
             try:
-                assert_equals_oracle(run(jnp.asarray(given)), given, spec, -1)
+                assert_equals_oracle(run(jnp.asarray(given)), expected)
             except AssertionError as error:
                 error.add_note(f"{name}, input {dtype}, {'eager' if run is quantize else 'jit'}")
                 raise
@@ -155,9 +155,9 @@ def calls(draw):
 @hypothesis.given(calls())
 def test_any_call_equals_the_oracle(call):
     x, spec, axis = call
-    q = fp4jax.quantize(jnp.asarray(x), spec, axis=axis)
+    q = jax.jit(functools.partial(fp4jax.quantize, spec=spec, axis=axis))(jnp.asarray(x))
     assert q.shape == x.shape
-    assert_equals_oracle(q, x, spec, axis)
+    assert_equals_oracle(q, oracle.quantize(x, spec, axis))
 
 
 @pytest.mark.parametrize("granularity", GRANULARITIES, ids=repr)
@@ -181,7 +181,7 @@ def test_clamping_equals_sorting(dtype, scope):
     x[1] = np.round(x[1])
     x[2], x[3], x[4] = np.abs(x[2]), -1.5, np.where(rng.random((5, 40)) < 0.5, -0.0, 0.0)
     x = x.astype(F32).astype(dtype)
-    for alpha, axis in ((0.99, -1), (0.97, (0, 2)), (0.6, 1), (1.0, -1)):
+    for alpha, axis in ((0.99, -1), (0.6, (0, 2))) if scope == "vector" else ((0.97, -1),):
         occ = fp4jax.OCC(alpha=alpha, scope=scope)
         clamped, residual = jax.jit(functools.partial(fp4jax.clamp_outliers, occ=occ, axis=axis))(jnp.asarray(x))
         expected = oracle.clamp_outliers(x, occ, axis)
@@ -243,14 +243,14 @@ def test_jit_vmap_scan_and_remat_give_the_eager_bits(spec):
     def f(row):
         return parts(fp4jax.quantize(row, spec, axis=-1))
 
-    eager = [f(row) for row in x]
-    expected = [jnp.stack(leaves) for leaves in zip(*eager)]
+    def loop(f):
+        return lambda x: [jnp.stack(leaves) for leaves in zip(*(f(row) for row in x))]
+
+    expected = loop(f)(x)
     runs = {
-        "jit": jax.jit(lambda x: tuple(jnp.stack(leaves) for leaves in zip(*(f(x[i]) for i in range(3))))),
-        "vmap": jax.vmap(f),
-        "jit of vmap": jax.jit(jax.vmap(f)),
-        "scan": lambda x: jax.lax.scan(lambda c, row: (c, f(row)), None, x)[1],
-        "remat": lambda x: jax.lax.map(jax.checkpoint(f), x),
+        "jit": loop(jax.jit(f)),
+        "vmap": jax.jit(jax.vmap(f)),
+        "scan of remat": jax.jit(lambda x: jax.lax.map(jax.checkpoint(f), x)),
     }
     for name, run in runs.items():
         for actual, want in zip(run(x), expected, strict=True):
