@@ -1,0 +1,214 @@
+"""An arm of an experiment: one recipe with one seed, or several side by side, compiled and ready to train."""
+
+import dataclasses
+import functools
+from collections.abc import Generator, Mapping
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fp4jax.models import Llama, LlamaConfig, count_parameters
+from fp4jax.recipe import Recipe
+from fp4jax.train.config import DataOptions, Settings
+from fp4jax.train.data import Batches, ByteTokenizer, Split, load, validation_batches
+from fp4jax.train.errors import ConfigError
+from fp4jax.train.naming import parse_recipe
+from fp4jax.train.optimizer import make_optimizer, make_schedule
+from fp4jax.train.step import Architecture, Metrics, TrainState, make_init, make_train_step, make_validation_step
+
+DETERMINISTIC = {"xla_allow_excess_precision": False, "xla_gpu_deterministic_ops": True}
+"""XLA's flags for `--deterministic`, given to each program as it is compiled, so that the environment plays no part.
+
+Without excess precision a BF16 program rounds where it says (design: scan = loop, remat = none); deterministic ops
+exclude atomics and, since it may choose another kernel the next time, autotuning.
+"""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Text:
+    """The text of a run: its two splits, and what the record says of it."""
+
+    split: Split
+    fingerprint: str
+
+    @classmethod
+    def load(cls, options: DataOptions) -> Self:
+        """Read the corpus and hold out its validation split.
+
+        Raises:
+            DataError: unusable text.
+        """
+        corpus = load(options)
+        return cls(corpus.split(options.validation_fraction), corpus.fingerprint)
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens a model must know."""
+        return self.split.train.vocab_size
+
+    @property
+    def token(self) -> str:
+        """What a token is called on an axis."""
+        return "byte" if isinstance(self.split.train.tokenizer, ByteTokenizer) else "token"
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """Names of the sources, in the order of their numbers."""
+        return tuple(self.split.validation.source_names)
+
+
+class SingleDevice:
+    """Where arrays live: all on one device. A mesh of several takes its place, with the same members."""
+
+    process_index, process_count = 0, 1
+
+    def __init__(self) -> None:
+        self.sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+
+    def state(self, abstract: TrainState) -> Any:
+        """The shardings of a state of these shapes."""
+        return jax.tree.map(lambda _: self.sharding, abstract)
+
+    def batch(self, host: Any) -> Any:
+        """The rows of a batch that this process has read, on the device."""
+        return jax.device_put(host, self.sharding)
+
+
+@dataclasses.dataclass(frozen=True)
+class Validation:
+    """Losses over the validation split, for each of S seeds.
+
+    Args:
+        loss: [S] float64, nats a token.
+        by_source: for each source that was reached, [S].
+        tokens: how many were predicted.
+    """
+
+    loss: np.ndarray
+    by_source: Mapping[str, np.ndarray]
+    tokens: int
+
+
+class Arm:
+    """One recipe of an experiment: its compiled functions and its data.
+
+    Args:
+        settings: resolved.
+        recipe: what `--recipe` takes; also the arm's label.
+        seeds: one trains alone. Several train side by side: every array has a leading axis [S].
+        text: from `Text.load`.
+        placement: where arrays live; by default the first device.
+
+    Raises:
+        ConfigError: settings that do not fit together.
+        DataError: too little text.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        recipe: str,
+        seeds: tuple[int, ...],
+        text: Text,
+        placement: SingleDevice | None = None,
+    ):
+        self.label, self.seeds, self.text = recipe, seeds, text
+        self.recipe = parse_recipe(recipe)
+        self.plan = plan = settings.plan
+        self.placement = placement or SingleDevice()
+        self.model = settings.model.build(text.vocab_size, plan.seq_len)
+        self.architecture = _architecture(self.model, self.recipe, settings)
+        optimizer = make_optimizer(settings.optimizer, plan.steps)
+        step = make_train_step(
+            self.architecture,
+            optimizer,
+            make_schedule(settings.optimizer, plan.steps),
+            accumulate=plan.accumulate,
+            clip_norm=settings.optimizer.clip_norm or None,
+        )
+        init = make_init(self.architecture, optimizer)
+        validate = make_validation_step(self.architecture, len(text.sources))
+        if len(seeds) > 1:
+            init, step, validate = jax.vmap(init), jax.vmap(step), jax.vmap(validate, in_axes=(0, 0, None))
+        compile_ = functools.partial(jax.jit, compiler_options=dict(DETERMINISTIC) if plan.deterministic else None)
+        self.abstract_state = self._placed(jax.eval_shape(init, self._seeds()))
+        self._init = compile_(init, out_shardings=jax.tree.map(lambda x: x.sharding, self.abstract_state))
+        # jax_debug_nans runs a step again, one operation at a time, and needs its arguments for it.
+        self.train_step = compile_(step, donate_argnums=() if jax.config.jax_debug_nans else 0)
+        self._validate = compile_(validate)
+        processes = {"process_index": self.placement.process_index, "process_count": self.placement.process_count}
+        self._batches = [Batches(text.split.train, plan.seq_len, plan.batch_size, seed, **processes) for seed in seeds]
+        self._validation = validation_batches(
+            text.split.validation,
+            plan.seq_len,
+            plan.batch_size // plan.accumulate,
+            limit=plan.eval_batches or None,
+            **processes,
+        )
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters of the model."""
+        return count_parameters(self.model)
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens that a step predicts, over all seeds."""
+        return self.plan.batch_size * self.plan.seq_len * len(self.seeds)
+
+    def init(self) -> TrainState:
+        """The state at step 0."""
+        return self._init(self._seeds())
+
+    def batches(self, start: int) -> Generator[jax.Array]:
+        """The tokens of step `start`, `start + 1`, …, read ahead by a thread: [b, t + 1], or [S, b, t + 1]."""
+        readers = [batches.prefetch(start) for batches in self._batches]
+        try:
+            while True:
+                rows = [next(reader)["tokens"] for reader in readers]
+                yield self.placement.batch(rows[0] if len(rows) == 1 else np.stack(rows))
+        finally:
+            for reader in readers:
+                reader.close()  # pyright: ignore[reportAttributeAccessIssue]  (promised by prefetch's docstring)
+
+    def validate(self, state: TrainState) -> Validation:
+        """Mean losses over the validation batches. All are enqueued before the first is waited for."""
+        sums = [self._validate(state.params, state.noise, self.placement.batch(b)) for b in self._validation]
+        loss, weight = (self._total(sums, name) for name in ("loss", "weight"))
+        reached = [(i, name) for i, name in enumerate(self.text.sources) if weight[0, i] > 0]
+        return Validation(
+            loss=loss.sum(axis=1) / weight.sum(axis=1),
+            by_source={name: loss[:, i] / weight[:, i] for i, name in reached},
+            tokens=int(weight[0].sum()),
+        )
+
+    def _total(self, sums: list[Metrics], name: str) -> np.ndarray:
+        """Sum over batches, [S, sources] float64."""
+        arrays = jax.device_get([entry[name] for entry in sums])
+        return np.sum(arrays, axis=0, dtype=np.float64).reshape(len(self.seeds), -1)
+
+    def _seeds(self) -> jax.Array:
+        seeds = jnp.asarray(self.seeds, jnp.uint32)
+        return seeds if len(self.seeds) > 1 else seeds[0]
+
+    def _placed(self, abstract: TrainState) -> TrainState:
+        return jax.tree.map(
+            lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+            abstract,
+            self.placement.state(abstract),
+        )
+
+
+def _architecture(model: LlamaConfig, recipe: Recipe, settings: Settings) -> Architecture:
+    """The model under the recipe, tried abstractly, so that what does not fit is found before anything is compiled."""
+    options = settings.quantization
+    high = options.high_precision
+    rules = [(high, None), (".*", recipe)] if high else [(".*", recipe)]
+    architecture = Architecture(lambda rngs: Llama(model, rules=rules, backend=options.backend, rngs=rngs))
+    try:
+        _ = architecture.graphdef
+    except ValueError as error:
+        raise ConfigError(" ".join(str(error).split())) from error
+    return architecture

@@ -1,0 +1,312 @@
+"""Settings of a run: frozen dataclasses from which the command line takes its flags and the run folder its record.
+
+A field that is None by default is filled in from the preset of the model (`fp4jax.train.presets`) by `resolved`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+from fp4jax.train.data.load import DataOptions
+from fp4jax.train.errors import ConfigError
+from fp4jax.train.naming import check_choice, parse_recipe
+from fp4jax.train.presets import PRESETS
+
+if TYPE_CHECKING:
+    from fp4jax.models import LlamaConfig
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelOptions:
+    """Which LLaMA. Its vocabulary is that of the text."""
+
+    model: str = "tiny"
+    """Size: tiny, 30m, 60m, 125m, 400m, 1.3b, 7b or 13b. The flags below change one dimension of it."""
+    num_layers: int | None = None
+    """Transformer blocks."""
+    embed_dim: int | None = None
+    """Width of the residual stream."""
+    num_heads: int | None = None
+    """Query heads. The width of a head is embed_dim / num_heads."""
+    num_kv_heads: int | None = None
+    """Key and value heads, a divisor of num_heads. By default as many."""
+    mlp_dim: int | None = None
+    """Width of the SwiGLU. With embed_dim alone: 8/3 of it, rounded up to a multiple of 32."""
+    tie_embeddings: bool = False
+    """The head reuses the embedding table."""
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Dtype of the activations. Parameters are float32 master weights either way."""
+    remat: Literal["none", "full", "dots", "quantized"] = "none"
+    """What the backward pass recomputes to save memory (docs/models.md)."""
+
+    def build(self, vocab_size: int, seq_len: int) -> LlamaConfig:
+        """The model's configuration.
+
+        Raises:
+            ConfigError: an unknown model, or dimensions that do not fit each other.
+        """
+        from fp4jax.models import MODELS  # here, so that --help need not wait for Flax
+
+        base = MODELS[check_choice("model", self.model, MODELS)]
+        embed_dim = self.embed_dim or base.embed_dim
+        num_heads = self.num_heads or base.num_heads
+        if embed_dim % num_heads:
+            raise ConfigError(f"embed_dim={embed_dim} must be a multiple of num_heads={num_heads}")
+        mlp_dim = base.mlp_dim if self.embed_dim is None else -(-8 * embed_dim // 3 // 32) * 32
+        try:
+            return dataclasses.replace(
+                base,
+                vocab_size=vocab_size,
+                num_layers=self.num_layers or base.num_layers,
+                embed_dim=embed_dim,
+                num_heads=num_heads,
+                num_kv_heads=self.num_kv_heads or num_heads,
+                head_dim=embed_dim // num_heads,
+                mlp_dim=self.mlp_dim or mlp_dim,
+                max_seq_len=max(base.max_seq_len, seq_len),
+                tie_embeddings=self.tie_embeddings,
+                dtype=self.dtype,
+                remat=self.remat,
+            )
+        except ValueError as error:
+            raise ConfigError(f"model {self.model!r}: {error}") from error
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class QuantizationOptions:
+    """Which linear layers follow the recipe."""
+
+    high_precision: str = "embed|head"
+    """Layers to leave in high precision: a regular expression over their paths. '' quantizes all, the head too."""
+    backend: str | None = None
+    """Who computes the recipe's products. By default the best that supports them."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OptimizerOptions:
+    """Optimizer and learning rate. The defaults are the paper's (arXiv:2501.17116, §4.1)."""
+
+    optimizer: str = "adamw"
+    """adamw: Optax's, in float32 throughout."""
+    learning_rate: float | None = None
+    """Peak learning rate. By default the model's preset."""
+    warmup: float = 0.05
+    """Share of the steps in which the learning rate rises linearly to its peak."""
+    final_learning_rate: float = 0.1
+    """Where the cosine ends, as a share of the peak."""
+    b1: float = 0.9
+    """Decay of Adam's first moment."""
+    b2: float = 0.95
+    """Decay of Adam's second moment."""
+    eps: float = 1e-8
+    """Adam's ε."""
+    weight_decay: float = 0.1
+    """Decoupled decay of every matrix: kernels, embedding table and head, not the scales of norms."""
+    clip_norm: float = 1.0
+    """Gradients of a larger global norm are scaled down to it. 0 clips nothing."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoopOptions:
+    """How long, in which portions, and what is measured on the way."""
+
+    steps: int | None = None
+    """Optimizer steps. By default the model's preset, as for the next two."""
+    batch_size: int | None = None
+    """Sequences in a step."""
+    seq_len: int | None = None
+    """Tokens in a sequence."""
+    accumulate: int = 1
+    """Split a step's batch into so many parts, one after another, to save memory; gradients are averaged in float32."""
+    eval_every: int | None = None
+    """Steps between validations; one follows the last step. By default the preset, or a tenth of a shorter run."""
+    eval_batches: int | None = None
+    """Batches of a validation, spread over the validation split. 0 takes all of it. By default the preset."""
+    deterministic: bool = False
+    """Compile with XLA's flags for bit-equal repetition: no excess precision, atomics or autotuning. Slower on GPUs."""
+    tensorboard: bool = True
+    """Also write TensorBoard event files."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """`LoopOptions` with nothing left open."""
+
+    steps: int
+    batch_size: int
+    seq_len: int
+    accumulate: int
+    eval_every: int
+    eval_batches: int
+    deterministic: bool
+    tensorboard: bool
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What two runs that are to be compared have in common."""
+
+    model: ModelOptions = dataclasses.field(default_factory=ModelOptions)
+    quantization: QuantizationOptions = dataclasses.field(default_factory=QuantizationOptions)
+    data: DataOptions = dataclasses.field(default_factory=DataOptions)
+    optimizer: OptimizerOptions = dataclasses.field(default_factory=OptimizerOptions)
+    loop: LoopOptions = dataclasses.field(default_factory=LoopOptions)
+
+    def resolved(self) -> Self:
+        """These settings with the preset of the model in place of None, checked.
+
+        Raises:
+            ConfigError: a value out of range, or an unknown name.
+        """
+        preset = PRESETS[check_choice("model", self.model.model, PRESETS)]
+        loop = _filled(self.loop, preset)
+        if self.loop.eval_every is None and loop.steps:
+            loop = dataclasses.replace(loop, eval_every=max(1, min(preset.eval_every, loop.steps // 10)))
+        settings = dataclasses.replace(self, loop=loop, optimizer=_filled(self.optimizer, preset))
+        _check(settings)
+        return settings
+
+    @property
+    def plan(self) -> Plan:
+        """The loop's settings.
+
+        Raises:
+            ConfigError: they are not resolved.
+        """
+        values = {field.name: getattr(self.loop, field.name) for field in dataclasses.fields(Plan)}
+        if missing := [name for name, value in values.items() if value is None]:
+            raise ConfigError(f"{', '.join(missing)} not given: take the preset's with Settings.resolved()")
+        return Plan(**values)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CheckpointOptions:
+    """Checkpoints, from which `--resume` goes on bit for bit."""
+
+    save_every: int | None = None
+    """Steps between checkpoints. By default ten in a run. The last step, and Ctrl-C, always save."""
+    keep: int = 3
+    """How many of the newest checkpoints to keep."""
+    resume: bool = False
+    """Go on from the newest checkpoint in --out, or start where there is none. All other settings must be the same."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainConfig(Settings):
+    """Train a LLaMA under one recipe, on the novels in the package or on your own text."""
+
+    recipe: str = "fp4"
+    """A recipe that `fp4jax recipes` lists, with knobs if need be: fp4, or fp4:alpha=0.999,k=3."""
+    seed: int = 0
+    """Seed of initial weights, order of the data, and rounding noise."""
+    out: Path | None = None
+    """Folder to write. By default runs/train-<date>-<time>."""
+    checkpoint: CheckpointOptions = dataclasses.field(default_factory=CheckpointOptions)
+
+    def resolved(self) -> Self:
+        """See `Settings.resolved`."""
+        config = super().resolved()
+        parse_recipe(config.recipe)
+        _check_seed(config.seed)
+        _positive("keep", config.checkpoint.keep)
+        if config.checkpoint.save_every is not None:
+            _positive("save_every", config.checkpoint.save_every)
+        if config.checkpoint.resume and config.out is None:
+            raise ConfigError("resume needs out=FOLDER, the run to go on with")
+        return config
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CompareConfig(Settings):
+    """Train the same LLaMA on the same text under several recipes, and show what the 4 bits cost."""
+
+    recipes: tuple[str, ...] = ("bf16", "fp4", "fp4_direct")
+    """Recipes to train, with knobs if need be: fp4:alpha=0.999,k=3. The gap is that to bf16, or else to the first."""
+    seeds: tuple[int, ...] = (0,)
+    """Seeds of initial weights and data order, the same for every recipe. Several give mean and spread."""
+    side_by_side: bool | None = None
+    """Train the seeds of a recipe at once, in one program. By default on GPUs; a CPU is as quick one after another."""
+    out: Path | None = None
+    """Folder to write. By default runs/compare-<date>-<time>."""
+
+    @property
+    def baseline(self) -> str:
+        """The recipe that the gap is measured to."""
+        return "bf16" if "bf16" in self.recipes else self.recipes[0]
+
+    def resolved(self) -> Self:
+        """See `Settings.resolved`."""
+        config = super().resolved()
+        for name, values in (("recipes", config.recipes), ("seeds", config.seeds)):
+            if not values or len(set(values)) != len(values):
+                raise ConfigError(f"{name}={values} must name at least one, and none twice")
+        for recipe in config.recipes:
+            parse_recipe(recipe)
+        for seed in config.seeds:
+            _check_seed(seed)
+        return config
+
+
+def to_json(config: Any) -> Any:
+    """A configuration as JSON values: dataclasses as objects, tuples as lists, paths as strings."""
+    if dataclasses.is_dataclass(config) and not isinstance(config, type):
+        return {field.name: to_json(getattr(config, field.name)) for field in dataclasses.fields(config)}
+    if isinstance(config, tuple | list):
+        return [to_json(item) for item in config]
+    return str(config) if isinstance(config, Path) else config
+
+
+def _filled(options: Any, preset: Any) -> Any:
+    """`options` with the preset's value for every field of its name that is None."""
+    missing = {
+        field.name: getattr(preset, field.name)
+        for field in dataclasses.fields(options)
+        if getattr(options, field.name) is None and hasattr(preset, field.name)
+    }
+    return dataclasses.replace(options, **missing)
+
+
+def _check(settings: Settings) -> None:
+    loop, optimizer, model = settings.loop, settings.optimizer, settings.model
+    for name in ("steps", "batch_size", "seq_len", "accumulate", "eval_every"):
+        _positive(name, getattr(loop, name))
+    for name in ("num_layers", "embed_dim", "num_heads", "num_kv_heads", "mlp_dim"):
+        if (value := getattr(model, name)) is not None:
+            _positive(name, value)
+    if loop.eval_batches is not None and loop.eval_batches < 0:
+        raise ConfigError(f"eval_batches={loop.eval_batches} must be positive, or 0 for the whole validation split")
+    if (loop.batch_size or 0) % loop.accumulate:
+        raise ConfigError(f"batch_size={loop.batch_size} must be a multiple of accumulate={loop.accumulate}")
+    if not 0 < settings.data.validation_fraction < 1:
+        raise ConfigError(f"validation_fraction={settings.data.validation_fraction} must be above 0 and below 1")
+    for name, (holds, wanted) in _OPTIMIZER_RANGES.items():
+        value = getattr(optimizer, name)
+        if value is not None and not holds(value):
+            raise ConfigError(f"{name}={value} must be {wanted}")
+
+
+_POSITIVE = (lambda value: 0 < value < math.inf, "positive and finite")
+_SHARE = (lambda value: 0 <= value < 1, "at least 0 and below 1")
+_OPTIMIZER_RANGES = {
+    "learning_rate": _POSITIVE,
+    "warmup": _SHARE,
+    "final_learning_rate": (lambda value: 0 <= value <= 1, "at least 0 and at most 1"),
+    "b1": _SHARE,
+    "b2": _SHARE,
+    "eps": _POSITIVE,
+    "weight_decay": (lambda value: 0 <= value < math.inf, "at least 0"),
+    "clip_norm": (lambda value: 0 <= value < math.inf, "at least 0"),
+}
+
+
+def _positive(name: str, value: int) -> None:
+    if value < 1:
+        raise ConfigError(f"{name}={value} must be a positive integer")
+
+
+def _check_seed(seed: int) -> None:
+    if not 0 <= seed < 2**31:
+        raise ConfigError(f"seed={seed} must be at least 0 and below 2**31")

@@ -1,0 +1,103 @@
+"""`fp4jax train`: one recipe, any size, with checkpoints and bit-equal resume."""
+
+import dataclasses
+from pathlib import Path
+
+from rich.console import Console
+
+from fp4jax.train.arm import Arm, Text
+from fp4jax.train.checkpoint import Checkpointer
+from fp4jax.train.config import TrainConfig
+from fp4jax.train.display import Display, number
+from fp4jax.train.loop import Result, Saving, StopSignal, train_arm
+from fp4jax.train.metrics import MetricsLog
+from fp4jax.train.plots import Curves, draw_curves
+from fp4jax.train.rundir import circumstances, open_run, write_json
+from fp4jax.train.tables import result_table
+
+CHECKPOINTS = "checkpoints"
+
+
+def train(config: TrainConfig, console: Console) -> tuple[Path, Result]:
+    """Train one model; everything about it goes into one folder.
+
+        config.json       all settings, and the hash of the text
+        metrics.jsonl     a row a step, and a row a validation (see `fp4jax.train.metrics`)
+        events.out.*      the same for TensorBoard
+        checkpoints/      the last few states
+        curves.png        loss curves
+        summary.json      the result, with command, date, hardware and versions
+
+    Args:
+        config: settings, resolved or not.
+        console: for the progress.
+
+    Returns:
+        The folder and the result.
+
+    Raises:
+        ConfigError, DataError: settings or text that cannot be used.
+        MissingPackageError: an optional package is absent.
+        CheckpointError: a checkpoint cannot be written or restored.
+        Interrupted: stopped by a signal, with the state saved.
+
+    Example:
+        >>> folder, result = train(TrainConfig(recipe="fp4", loop=LoopOptions(steps=20)), Console())
+    """
+    config = config.resolved()
+    plan, options = config.plan, config.checkpoint
+    text = Text.load(config.data)
+    arm = Arm(config, config.recipe, (config.seed,), text)
+    folder = open_run(config, "train", out=config.out, fingerprint=text.fingerprint, resume=options.resume)
+    console.print(describe(arm, folder), highlight=False, soft_wrap=True)
+    with Checkpointer(folder / CHECKPOINTS, keep=options.keep) as checkpointer:
+        start = checkpointer.latest() if options.resume else None
+        if start is None:
+            if options.resume:
+                console.print("no checkpoint yet: starting at step 0", highlight=False)
+            state = arm.init()
+        else:
+            state, _ = checkpointer.restore(arm.abstract_state, start)
+            console.print(f"resumed after step {start}", highlight=False)
+        saving = Saving(checkpointer, options.save_every or max(1, plan.steps // 10))
+        with (
+            MetricsLog(folder, tensorboard=plan.tensorboard, resume_at=start) as log,
+            Display(console, [config.recipe], plan.steps) as display,
+            StopSignal() as stop,
+        ):
+            (result,) = train_arm(
+                arm, state, [log], display.progress[config.recipe], stop, folder=folder, saving=saving
+            )
+    tokens_per_second = result.tokens_per_second if result.tokens_per_second > 0 else None
+    values = dataclasses.asdict(result) | {"tokens_per_second": tokens_per_second}
+    write_json(folder / "summary.json", {**circumstances(), "parameters": arm.num_parameters, **values})
+    draw_curves(
+        folder / "curves.png",
+        [Curves.read(config.recipe, [folder])],
+        baseline=config.recipe,
+        tokens_per_step=arm.tokens_per_step,
+        title=title(arm),
+        token=text.token,
+    )
+    console.print(result_table(result, text.split.validation.bytes_per_token))
+    speed = f"{number(result.tokens_per_second, ',.0f')} tokens/s, {result.skipped} steps skipped"
+    console.print(f"{speed}; curves: {folder / 'curves.png'}", highlight=False, soft_wrap=True)
+    return folder, result
+
+
+def title(arm: Arm) -> str:
+    """What was trained, for the head of a figure: `LLaMA, 4 × 128, .87M parameters`."""
+    model = arm.model
+    millions = arm.num_parameters / 1e6
+    return (
+        f"LLaMA, {model.num_layers} layers × {model.embed_dim}, {millions:,.{1 if millions >= 1 else 2}f}M parameters"
+    )
+
+
+def describe(arm: Arm, folder: Path) -> str:
+    """A line before training begins."""
+    plan, split = arm.plan, arm.text.split
+    return (
+        f"{title(arm)}; {plan.steps} steps × {plan.batch_size} × {plan.seq_len} tokens of {split.train.num_tokens:,}; "
+        f"validation on {split.validation.num_tokens:,}; writing {folder}"
+    )

@@ -1,0 +1,179 @@
+"""The train step as a pure function of (state, batch), and the validation step beside it.
+
+Nothing here knows of files, flags or devices: `jax.jit` compiles a step, `jax.vmap` trains several seeds at once.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+from fp4jax.models import cross_entropy, token_nll
+from fp4jax.nn import set_noise_step
+
+METRICS = ("loss", "grad_norm", "clipped", "skipped", "learning_rate")
+"""What a train step measures; see `make_train_step`."""
+
+type Params = Mapping[str, Any]
+type Metrics = dict[str, jax.Array]
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["step", "skipped", "params", "opt_state", "noise"],
+    meta_fields=[],
+)
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+    """All that a step changes, and all that a checkpoint holds.
+
+    Args:
+        step: int32, batches seen: the position in the data and in the noise.
+        skipped: int32, how many of them changed nothing else, for not being finite. `step - skipped` updates were made.
+        params: master weights in float32, a nested dict of arrays.
+        opt_state: state of the Optax transformation.
+        noise: keys of the noise streams of stochastic recipes; they never change. Empty for all others.
+    """
+
+    step: jax.Array
+    skipped: jax.Array
+    params: Params
+    opt_state: optax.OptState
+    noise: Params
+
+
+@dataclasses.dataclass(frozen=True)
+class Architecture:
+    """A model without its parameters: how to create them, and how to put them back.
+
+    Args:
+        create: makes the model from `rngs` with the streams "params" and "noise".
+    """
+
+    create: Callable[[nnx.Rngs], nnx.Module]
+
+    @functools.cached_property
+    def graphdef(self) -> Any:
+        """What `nnx.merge` needs beside arrays."""
+        model = nnx.eval_shape(lambda: self.create(nnx.Rngs(params=0, noise=0)))
+        return nnx.graphdef(model)
+
+    def init(self, seed: jax.Array | int) -> tuple[Params, Params]:
+        """Parameters and noise keys of a seed (a scalar, which may be traced)."""
+        key = jax.random.key(jnp.asarray(seed, jnp.uint32))
+        model = self.create(nnx.Rngs(params=key, noise=jax.random.fold_in(key, 1)))
+        _, params, noise = nnx.split(model, nnx.Param, ...)
+        return nnx.to_pure_dict(params), nnx.to_pure_dict(noise)
+
+    def merge(self, params: Params, noise: Params, noise_step: jax.Array | int) -> nnx.Module:
+        """The model, its noise pinned to `noise_step`."""
+        model = nnx.merge(self.graphdef, params, noise)
+        set_noise_step(model, noise_step)
+        return model
+
+
+def make_init(architecture: Architecture, optimizer: optax.GradientTransformation) -> Callable[..., TrainState]:
+    """The function `seed -> TrainState` at step 0. A seed gives the same state alone and under vmap."""
+
+    def init(seed: jax.Array | int) -> TrainState:
+        params, noise = architecture.init(seed)
+        zero = jnp.zeros((), jnp.int32)
+        return TrainState(zero, zero.copy(), params, optimizer.init(params), noise)
+
+    return init
+
+
+def make_train_step(
+    architecture: Architecture,
+    optimizer: optax.GradientTransformation,
+    schedule: optax.Schedule,
+    *,
+    accumulate: int = 1,
+    clip_norm: float | None = None,
+) -> Callable[[TrainState, jax.Array], tuple[TrainState, Metrics]]:
+    """The function `(state, tokens [b, t + 1]) -> (state, metrics)`: one update of the master weights.
+
+        g = 1/A · Σ_a ∇ loss(params, microbatch a)      in float32
+        params, opt_state = update(g) if loss and |g| are finite, else as they were
+
+    The noise of stochastic recipes is a function of (seed, step, microbatch). Compile it with the state donated.
+
+    Args:
+        architecture: the model.
+        optimizer: from `make_optimizer`.
+        schedule: its learning rate, for the metrics only.
+        accumulate: A, a divisor of b. Microbatches run one after another in `lax.scan`.
+        clip_norm: the norm at which the optimizer clips, for the metrics only.
+
+    Returns:
+        The step. Its metrics are float32 scalars: `loss`, `grad_norm` before clipping, `clipped` and `skipped` (0 or
+        1), `learning_rate`.
+    """
+
+    def loss_fn(params: Params, noise: Params, tokens: jax.Array, noise_step: jax.Array) -> jax.Array:
+        logits = architecture.merge(params, noise, noise_step)(tokens[:, :-1])
+        return cross_entropy(logits, tokens[:, 1:])
+
+    def mean_gradient(state: TrainState, tokens: jax.Array) -> tuple[jax.Array, Params]:
+        if accumulate == 1:
+            return jax.value_and_grad(loss_fn)(state.params, state.noise, tokens, state.step)
+        # Every accumulate-th row: a batch sharded over devices keeps all of them busy in each microbatch.
+        parts = tokens.reshape(-1, accumulate, tokens.shape[-1]).swapaxes(0, 1)
+
+        def add(total, part):
+            number, rows = part
+            one = jax.value_and_grad(loss_fn)(state.params, state.noise, rows, state.step * accumulate + number)
+            return jax.tree.map(lambda a, b: a + b.astype(jnp.float32), total, one), None
+
+        zeros = jnp.float32(0), jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), state.params)
+        total, _ = jax.lax.scan(add, zeros, (jnp.arange(accumulate), parts))
+        return jax.tree.map(lambda x: x / accumulate, total)
+
+    def step(state: TrainState, tokens: jax.Array) -> tuple[TrainState, Metrics]:
+        loss, gradient = mean_gradient(state, tokens)
+        norm = optax.tree.norm(gradient)
+        # One pass finds every NaN and infinity; a norm past float32 could not be clipped either.
+        finite = jnp.isfinite(loss) & jnp.isfinite(norm)
+        updates, opt_state = optimizer.update(gradient, state.opt_state, state.params)
+        params = optax.apply_updates(state.params, updates)
+        keep = functools.partial(jax.tree.map, lambda new, old: jnp.where(finite, new, old))
+        skipped = 1 - finite.astype(jnp.int32)
+        metrics = {
+            "loss": loss,
+            "grad_norm": norm,
+            "clipped": (finite & (norm > (jnp.inf if clip_norm is None else clip_norm))).astype(jnp.float32),
+            "skipped": skipped.astype(jnp.float32),
+            "learning_rate": jnp.asarray(schedule(state.step - state.skipped), jnp.float32),
+        }
+        return TrainState(
+            step=state.step + 1,
+            skipped=state.skipped + skipped,
+            params=keep(params, state.params),
+            opt_state=keep(opt_state, state.opt_state),
+            noise=state.noise,
+        ), metrics
+
+    return step
+
+
+def make_validation_step(architecture: Architecture, num_sources: int) -> Callable[..., Metrics]:
+    """The function `(params, noise, batch) -> {"loss": Σ weights · nll, "weight": Σ weights}`, each [num_sources].
+
+    `batch` is one of `fp4jax.train.data.validation_batches`. Noise, if any, is that of step 0, every time.
+    """
+
+    def validate(params: Params, noise: Params, batch: Mapping[str, jax.Array]) -> Metrics:
+        model = architecture.merge(params, noise, 0)
+        model.eval()
+        tokens, weights = batch["tokens"], batch["weights"]
+        nll = token_nll(model(tokens[:, :-1]), tokens[:, 1:])
+        row_loss = jnp.sum(jnp.where(weights == 0, 0.0, nll) * weights, axis=-1)
+        add = functools.partial(jax.ops.segment_sum, segment_ids=batch["source"], num_segments=num_sources)
+        return {"loss": add(row_loss), "weight": add(jnp.sum(weights, axis=-1))}
+
+    return validate
