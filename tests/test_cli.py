@@ -167,6 +167,16 @@ def test_prepared_text_trains(capsys, monkeypatch, tmp_path):
     assert (tmp_path / "run" / "curves.png").exists()
 
 
+def test_training_imports_without_its_extras():
+    """A machine may lack the packages of `fp4jax[train]`: what needs one says so when it is used."""
+    script = (
+        "import sys; sys.modules.update(dict.fromkeys(['grain', 'tokenizers', 'tensorboardX', 'matplotlib']));"
+        "import fp4jax.train.compare, fp4jax.train.job"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_importing_the_command_does_not_wait_for_flax():
     script = (
         "import sys, fp4jax.cli; print(sorted({'flax', 'optax', 'orbax', 'grain', 'matplotlib'} & set(sys.modules)))"
