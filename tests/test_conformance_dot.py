@@ -170,17 +170,19 @@ def test_operands_are_those_of_the_oracle_bit_for_bit(name):
     recipe = dataclasses.replace(RECIPES[name](), weight_estimator=fp4jax.STE(), activation_estimator=fp4jax.STE())
     high = fp4jax.Gemm()
     rng = np.random.default_rng(7)
-    x, w = rng.standard_t(3, (24, 16)).astype(F32), rng.normal(size=(24, 16)).astype(F32)
-    eye = np.eye(16, dtype=F32)
-    if recipe.fprop.lhs is not None:
-        alone = dataclasses.replace(recipe, fprop=fp4jax.Gemm(recipe.fprop.lhs), dgrad=high, wgrad=high)
-        y = jax.jit(plain(alone))(x, eye)
-        assert_same_values(y, oracle.quantize_activation(x, recipe.fprop.lhs, recipe.outliers, -1).dequantized, "X")
-    if recipe.fprop.rhs is not None:
-        fprop = fp4jax.Gemm(None, recipe.fprop.rhs)
-        alone = dataclasses.replace(recipe, fprop=fprop, dgrad=high, wgrad=high, outliers=None)
-        y = jax.jit(plain(alone))(np.eye(24, dtype=F32), w)
-        assert_same_values(y, oracle.quantize(w, recipe.fprop.rhs, 0).dequantized, "W")
+    heavy = rng.standard_t(3, (24, 16)).astype(F32)
+    heavy[3, 5] = 1e4  # beyond 448/6 of its row, so the floor under amax shows
+    ties = np.tile([6, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5, -6, -0.25, -0.75, -1.25, -1.75, -2.5, -3.5, -5], (24, 1))
+    for x in (heavy, ties.astype(F32), ties.astype(F32) * F32(3.5 / 6)):
+        if recipe.fprop.lhs is not None:
+            alone = dataclasses.replace(recipe, fprop=fp4jax.Gemm(recipe.fprop.lhs), dgrad=high, wgrad=high)
+            y = jax.jit(plain(alone))(x, np.eye(16, dtype=F32))
+            assert_same_values(y, oracle.quantize_activation(x, recipe.fprop.lhs, recipe.outliers, -1).dequantized, "X")
+        if recipe.fprop.rhs is not None:
+            fprop = fp4jax.Gemm(None, recipe.fprop.rhs)
+            alone = dataclasses.replace(recipe, fprop=fprop, dgrad=high, wgrad=high, outliers=None)
+            y = jax.jit(plain(alone))(np.eye(16, dtype=F32), x.T)
+            assert_same_values(y, oracle.quantize(x.T, recipe.fprop.rhs, 0).dequantized, "W")
     if recipe.dgrad != fp4jax.Gemm(recipe.dgrad.lhs, fp4jax.REUSE) or recipe.wgrad.lhs is not fp4jax.REUSE:
         return  # only a reused operand is folded
     square, dy = rng.normal(size=(16, 16)).astype(F32), rng.normal(size=(16, 16)).astype(F32)

@@ -44,6 +44,7 @@ def assert_equals_oracle(q: fp4jax.QTensor, expected: oracle.Quantized):
     """Scales bit for bit, values bit for bit in finite blocks, NaN throughout the others."""
     scale, values = np.asarray(q.scale).astype(F32), np.asarray(q.values).astype(F32)
     assert scale.shape == expected.block_scale.shape
+    assert q.values.dtype == (q.spec.format.dtype or jnp.float8_e4m3fn)  # no dtype of its own: E4M3 holds the grid
     finite = np.isfinite(expected.block_scale)
     assert np.isnan(scale[~finite]).all(), "a block with NaN or inf must store a NaN scale"
     assert_same_bits(scale[finite], expected.block_scale[finite], "scale")

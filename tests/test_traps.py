@@ -305,8 +305,7 @@ def test_eight_bit_midpoints_and_their_neighbors_equal_the_table(fmt):
     np.testing.assert_array_equal(values, oracle.round_to_grid(x, oracle.format_of(fmt), "even").astype(F32))
 
 
-@dtypes
-@pytest.mark.parametrize("scope", ["tensor", "vector"])
+@pytest.mark.parametrize(("scope", "dtype"), [*(("tensor", dtype) for dtype in DTYPES), ("vector", jnp.bfloat16)])
 def test_the_residual_is_the_same_under_jit(scope, dtype):
     """Trap 16: with excess precision x − clip(x) becomes 0 in bfloat16."""
     occ = fp4jax.OCC(alpha=0.9, scope=scope)
@@ -353,7 +352,8 @@ def test_element_zero_is_the_low_nibble():
 
 def test_alpha_one_is_the_identity_and_small_arrays_have_bounds():
     """Trap 20: int(αn) would be n at α = 1."""
-    for alpha, n, scope in itertools.product((1.0, 0.999), (1, 2, 1000), ("tensor", "vector")):
+    sizes_and_scopes = ((1, "tensor"), (2, "tensor"), (1000, "tensor"), (2, "vector"))
+    for alpha, (n, scope) in itertools.product((1.0, 0.999), sizes_and_scopes):
         x = normal(n, n)
         occ = fp4jax.OCC(alpha=alpha, scope=scope)
         clamped, residual = jax.jit(functools.partial(fp4jax.clamp_outliers, occ=occ, axis=-1))(x)
