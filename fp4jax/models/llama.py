@@ -8,11 +8,10 @@ from flax import nnx
 
 from fp4jax.models.attention import Attention, rope_tables
 from fp4jax.models.configs import LlamaConfig
-from fp4jax.models.parts import RMSNorm, SwiGLU, axis_names, fold_path, linear
+from fp4jax.models.head import Head
+from fp4jax.models.parts import RMSNorm, SwiGLU, axis_names
 from fp4jax.models.remat import REMAT_POLICIES
 from fp4jax.nn import Rules, resolve_rules
-from fp4jax.nn.linear import promotion
-from fp4jax.nn.product import product
 from fp4jax.recipe import Recipe
 
 LINEAR_PATHS = (
@@ -52,28 +51,6 @@ class Block(nnx.Module):
         return x + self.mlp(self.mlp_norm(x))
 
 
-class TiedHead(nnx.Module):
-    """Logits x Eᵀ against the embedding table E[v, d]: the head's product, with no parameters of its own.
-
-    Args:
-        config: the model's configuration.
-        recipe: recipe of the product, None for high precision.
-        backend: backend of the recipe, None to choose.
-        rngs: seeds the noise of a stochastic recipe.
-    """
-
-    def __init__(self, config: LlamaConfig, recipe: Recipe | None, *, backend: str | None, rngs: nnx.Rngs):
-        self.dot_general = jax.lax.dot_general if recipe is None else product(recipe, backend, rngs)
-        self.promote_dtype = promotion(recipe, None if recipe is None else backend, jnp.float32)
-        self.dtype = config.dtype
-
-    def __call__(self, x: jax.Array, table: jax.Array) -> jax.Array:
-        """x [..., d], table [v, d] -> float32 logits [..., v]."""
-        x, table = self.promote_dtype((x, table), dtype=self.dtype)
-        numbers = (((x.ndim - 1,), (1,)), ((), ()))
-        return self.dot_general(x, table, numbers, preferred_element_type=jnp.float32)
-
-
 class Llama(nnx.Module):
     """LLaMA-2 (arXiv:2307.09288): tokens in, float32 logits out.
 
@@ -90,11 +67,13 @@ class Llama(nnx.Module):
             on it, nor on the rules.
 
     Example:
-        >>> model = Llama(MODELS["tiny"], rules=fp4jax.nn.default_rules(fp4jax.recipes.fp4()), rngs=nnx.Rngs(0))
-        >>> model(jnp.zeros((2, 16), jnp.int32)).shape
-        (2, 16, 256)
+        >>> from fp4jax.models import MODELS
+        >>> from fp4jax.nn import default_rules
+        >>> model = Llama(MODELS["tiny"], rules=default_rules(fp4jax.recipes.fp4()), rngs=nnx.Rngs(0))
         >>> graphdef, params = nnx.split(model, nnx.Param)  # for jax.jit, jax.grad, jax.vmap over seeds
-        >>> logits = jax.jit(lambda params, tokens: nnx.merge(graphdef, params)(tokens))
+        >>> apply = jax.jit(lambda params, tokens: nnx.merge(graphdef, params)(tokens))
+        >>> apply(params, jnp.zeros((2, 16), jnp.int32)).shape
+        (2, 16, 256)
     """
 
     def __init__(self, config: LlamaConfig, *, rules: Rules | None = None, backend: str | None = None, rngs: nnx.Rngs):
@@ -112,7 +91,7 @@ class Llama(nnx.Module):
         )
         self.layers = _stack_blocks(config, recipes, backend, rngs)
         self.norm = RMSNorm(config)
-        self.head = _head(config, recipes["head"], backend, rngs)
+        self.head = Head(config, recipes["head"], backend=backend, rngs=rngs)
 
     def __call__(self, tokens: jax.Array, *, positions: jax.Array | None = None) -> jax.Array:
         """Logits of the next token at every place.
@@ -138,10 +117,7 @@ class Llama(nnx.Module):
         cos, sin = rope_tables(positions, config.head_dim, config.rope_base)
         x = self.embed(tokens).astype(config.dtype)
         x = self._blocks(x, cos, sin)
-        x = self.norm(x)
-        if config.tie_embeddings:
-            return self.head(x, self.embed.embedding[...])
-        return self.head(x)
+        return self.head(self.norm(x), self.embed.embedding[...])
 
     def _blocks(self, x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
         """Run the stacked blocks. NNX carries the noise counts of stochastic recipes out of scan and remat."""
@@ -177,20 +153,3 @@ def _stack_blocks(
         return Block(config, recipes, backend=backend, rngs=rngs)
 
     return create(rngs)
-
-
-def _head(config: LlamaConfig, recipe: Recipe | None, backend: str | None, rngs: nnx.Rngs) -> nnx.Module:
-    """The last linear layer, tied or with a kernel of its own."""
-    if config.tie_embeddings:
-        return TiedHead(config, recipe, backend=backend, rngs=nnx.Rngs(noise=fold_path(rngs, "head")))
-    return linear(
-        "head",
-        config.embed_dim,
-        config.vocab_size,
-        ("embed", "vocab"),
-        config=config,
-        recipes={"head": recipe},
-        backend=backend,
-        rngs=rngs,
-        preferred_element_type=jnp.float32,
-    )

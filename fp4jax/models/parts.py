@@ -8,7 +8,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.typing import DTypeLike
 
 from fp4jax.models.configs import LlamaConfig
 from fp4jax.nn import Linear
@@ -34,7 +33,6 @@ def linear(
     backend: str | None,
     rngs: nnx.Rngs,
     std: float | None = None,
-    preferred_element_type: DTypeLike | None = None,
 ) -> Linear:
     """The linear layer at `path`: its recipe, its initial weights (normal, `config.weight_std` or std), its axes."""
     recipe = recipes[path]
@@ -46,7 +44,6 @@ def linear(
         dtype=config.dtype,
         param_dtype=config.param_dtype,
         kernel_init=nnx.initializers.normal(config.weight_std if std is None else std),
-        preferred_element_type=preferred_element_type,
         kernel_metadata=axis_names(*axes),
         rngs=nnx.Rngs(params=rngs.params(), noise=fold_path(rngs, path)),
     )

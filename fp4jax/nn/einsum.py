@@ -210,7 +210,7 @@ def _parse(equation: str, lhs_ndim: int, rhs_ndim: int) -> tuple[str, str, str]:
 
 def _unpermute(sharding: NamedSharding | PartitionSpec, permutation: tuple[int, ...]) -> NamedSharding | PartitionSpec:
     """Move the sharding of the transposed result to the axes as `dot_general` returns them."""
-    if isinstance(sharding, NamedSharding):
-        return NamedSharding(sharding.mesh, _unpermute(sharding.spec, permutation))
-    axes = [*sharding, *(None,) * (len(permutation) - len(sharding))]
-    return PartitionSpec(*(axes[permutation.index(axis)] for axis in range(len(permutation))))
+    spec = sharding.spec if isinstance(sharding, NamedSharding) else sharding
+    axes = [*spec, *(None,) * (len(permutation) - len(spec))]
+    moved = PartitionSpec(*(axes[permutation.index(axis)] for axis in range(len(permutation))))
+    return NamedSharding(sharding.mesh, moved) if isinstance(sharding, NamedSharding) else moved

@@ -45,8 +45,8 @@ class Linear(nnx.Linear):
 
     Example:
         >>> layer = fp4jax.nn.Linear(64, 128, recipe=fp4jax.recipes.fp4(), dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
-        >>> layer(jnp.ones((4, 64))).dtype, layer.kernel.dtype
-        (dtype('bfloat16'), dtype('float32'))
+        >>> layer(jnp.ones((4, 64))).dtype.name, layer.kernel[...].dtype.name
+        ('bfloat16', 'float32')
     """
 
     def __init__(

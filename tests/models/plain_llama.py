@@ -43,5 +43,10 @@ def plain_llama(config, params, tokens):
         y = (nnx.silu(gate.astype(jnp.float32)) * up.astype(jnp.float32)).astype(dtype)
         x = x + dense(layer["mlp"]["down"]["kernel"], y)
     x = norm(params["norm"]["scale"], x)
-    head = params["embed"]["embedding"].T if config.tie_embeddings else params["head"]["kernel"]
-    return dense(head, x, preferred_element_type=jnp.float32)
+    # Float32 logits whose gradient is that of stock bfloat16 logits. The difference of the two is exact.
+    if config.tie_embeddings:
+        table, numbers = params["embed"]["embedding"].astype(dtype), (((2,), (1,)), ((), ()))
+        narrow, wide = (jax.lax.dot_general(x, table, numbers, preferred_element_type=t) for t in (dtype, jnp.float32))
+    else:
+        narrow, wide = (dense(params["head"]["kernel"], x, preferred_element_type=t) for t in (dtype, jnp.float32))
+    return narrow.astype(jnp.float32) + jax.lax.stop_gradient(wide - narrow.astype(jnp.float32))

@@ -13,6 +13,7 @@ from small import SMALL, TOKENS, apply, assert_bit_equal, build, forward, loss_a
 
 import fp4jax
 from fp4jax.models import Llama, cross_entropy
+from fp4jax.models.head import wide_dot_general
 from fp4jax.models.llama import LINEAR_PATHS
 
 BF16, FP8, FP4, FP4_VECTOR, FP4_DIRECT = (
@@ -144,6 +145,18 @@ def test_the_head_follows_its_rule(tied):
     high = forward(*build(None, tie_embeddings=tied))
     assert low.dtype == jnp.float32
     assert 0.01 < float(jnp.linalg.norm(low - high) / jnp.linalg.norm(high)) < 0.5
+
+
+def test_gradients_of_wide_logits_are_multiplied_narrow():
+    def loss(x, w):
+        return jnp.sum(wide_dot_general(x, w, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32) ** 2)
+
+    x, w = jnp.ones((4, 8), jnp.bfloat16), jnp.ones((8, 6))
+    jaxpr = str(jax.make_jaxpr(jax.grad(loss, argnums=(0, 1)))(x, w))
+    assert jaxpr.count("dot_general") == 3
+    assert jaxpr.count("preferred_element_type=float32") == 1
+    grads = jax.grad(loss, argnums=(0, 1))(x, w)
+    assert [g.dtype for g in grads] == [jnp.bfloat16, jnp.float32]
 
 
 def test_initial_weights_do_not_depend_on_the_rules():

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from small import SMALL, TOKENS, build, forward
+from small import SMALL, TOKENS, build, forward, loss_and_grads
 
 from fp4jax.models import Llama
 from fp4jax.models.attention import apply_rope, attention_implementation, rope_tables
@@ -45,9 +45,9 @@ def test_attention_equals_numpy():
     config, attention = attention_parts(2)
     x = np.random.default_rng(1).normal(size=(2, 9, config.embed_dim)).astype(np.float32)
     tables = rope_tables(jnp.arange(9), config.head_dim, config.rope_base)
-    kernel = lambda layer: np.asarray(layer.kernel[...], np.float64)  # noqa: E731
-    heads = lambda layer: (x.astype(np.float64) @ kernel(layer)).reshape(2, 9, -1, config.head_dim)  # noqa: E731
-    rotate = lambda x: np.asarray(apply_rope(jnp.asarray(x, jnp.float32), *tables), np.float64)  # noqa: E731
+    kernel = lambda layer: np.asarray(layer.kernel[...], np.float64)
+    heads = lambda layer: (x.astype(np.float64) @ kernel(layer)).reshape(2, 9, -1, config.head_dim)
+    rotate = lambda x: np.asarray(apply_rope(jnp.asarray(x, jnp.float32), *tables), np.float64)
 
     q, k, v = rotate(heads(attention.query)), rotate(heads(attention.key)), heads(attention.value)
     k, v = np.repeat(k, 2, axis=2), np.repeat(v, 2, axis=2)
@@ -86,3 +86,16 @@ def test_the_implementation_named_is_the_one_used():
     assert attention_implementation(dataclasses.replace(SMALL, attention="cudnn")) == "cudnn"
     if jax.default_backend() == "cpu":
         assert attention_implementation(SMALL) == "xla"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_kv_heads", [2, 4])
+def test_cudnn_and_xla_attention_agree(num_kv_heads):
+    config = {"num_kv_heads": num_kv_heads, "head_dim": 64, "max_seq_len": 128}
+    tokens = jax.random.randint(jax.random.key(1), (2, 128), 0, SMALL.vocab_size)
+    (cudnn, _), cudnn_grads = loss_and_grads(*build(attention="cudnn", **config), tokens)
+    (xla, _), xla_grads = loss_and_grads(*build(attention="xla", **config), tokens)
+    assert attention_implementation(dataclasses.replace(SMALL, **config)) == "cudnn"
+    np.testing.assert_allclose(cudnn, xla, rtol=1e-3)
+    for a, e in zip(jax.tree.leaves(cudnn_grads), jax.tree.leaves(xla_grads), strict=True):
+        np.testing.assert_allclose(a, e, atol=0.03 * float(jnp.max(jnp.abs(e))))

@@ -1,0 +1,74 @@
+"""The last product: hidden states to float32 logits, with a kernel of its own or the embedding table."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jax.typing import DTypeLike
+
+from fp4jax.models.configs import LlamaConfig
+from fp4jax.models.parts import axis_names, fold_path
+from fp4jax.nn.product import product
+from fp4jax.recipe import Recipe
+
+
+class Head(nnx.Module):
+    """Float32 logits x W, or x Eᵀ against the embedding table E where `config.tie_embeddings`.
+
+    Args:
+        config: the model's configuration.
+        recipe: recipe of the product, None for high precision.
+        backend: backend of the recipe, None to choose.
+        rngs: draws the kernel, unless tied, and seeds the noise of a stochastic recipe.
+    """
+
+    def __init__(self, config: LlamaConfig, recipe: Recipe | None, *, backend: str | None, rngs: nnx.Rngs):
+        if config.tie_embeddings:
+            self.kernel = nnx.data(None)
+        else:
+            init = nnx.initializers.normal(config.weight_std)
+            shape = (config.embed_dim, config.vocab_size)
+            self.kernel = nnx.Param(init(rngs.params(), shape, config.param_dtype), **axis_names("embed", "vocab"))
+        streams = nnx.Rngs(noise=fold_path(rngs, "head"))
+        self.dot_general = wide_dot_general if recipe is None else product(recipe, backend, streams)
+
+    def __call__(self, x: jax.Array, table: jax.Array) -> jax.Array:
+        """x [..., d], table [v, d] (used if tied) -> float32 logits [..., v]."""
+        weight, axis = (table, 1) if self.kernel is None else (self.kernel[...], 0)
+        numbers = (((x.ndim - 1,), (axis,)), ((), ()))
+        return self.dot_general(x, weight, numbers, preferred_element_type=jnp.float32)
+
+
+def wide_dot_general(
+    lhs: jax.Array, rhs: jax.Array, dimension_numbers: Any, *, preferred_element_type: DTypeLike
+) -> jax.Array:
+    """`lax.dot_general` in lhs's dtype with a wider result, whose gradient is multiplied in lhs's dtype as well.
+
+    JAX's own transpose multiplies the wide gradient with the narrow operands, which XLA then widens: twice the bytes, and
+    float32 tensor cores (TF32) have half the rate of bfloat16's.
+    """
+    return _wide_dot(lhs, rhs.astype(lhs.dtype), dimension_numbers, preferred_element_type)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _wide_dot(lhs: jax.Array, rhs: jax.Array, numbers: Any, dtype: DTypeLike) -> jax.Array:
+    return lax.dot_general(lhs, rhs, numbers, preferred_element_type=dtype)
+
+
+def _wide_dot_fwd(lhs, rhs, numbers, dtype):
+    return _wide_dot(lhs, rhs, numbers, dtype), (lhs, rhs)
+
+
+def _wide_dot_bwd(numbers, dtype, residuals, g):
+    del dtype
+    lhs, rhs = residuals
+    g = g.astype(lhs.dtype)
+    (lhs_grad,) = jax.linear_transpose(lambda lhs: lax.dot_general(lhs, rhs, numbers), lhs)(g)
+    (rhs_grad,) = jax.linear_transpose(lambda rhs: lax.dot_general(lhs, rhs, numbers), rhs)(g)
+    return lhs_grad, rhs_grad
+
+
+_wide_dot.defvjp(_wide_dot_fwd, _wide_dot_bwd)
