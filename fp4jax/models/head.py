@@ -47,8 +47,8 @@ def wide_dot_general(
 ) -> jax.Array:
     """`lax.dot_general` in lhs's dtype with a wider result, whose gradient is multiplied in lhs's dtype as well.
 
-    JAX's own transpose multiplies the wide gradient with the narrow operands, which XLA then widens: twice the bytes, and
-    float32 tensor cores (TF32) have half the rate of bfloat16's.
+    JAX's own transpose multiplies the wide gradient with the narrow operands, which XLA then widens: twice the bytes,
+    and float32 tensor cores (TF32) have half the rate of bfloat16's.
     """
     return _wide_dot(lhs, rhs.astype(lhs.dtype), dimension_numbers, preferred_element_type)
 
