@@ -1,7 +1,8 @@
 """The "xla" backend: the meaning of a recipe. Runs everywhere; every other backend is compared with it.
 
 Values of the grid are computed by arithmetic and multiplied in bfloat16, which holds them exactly, with float32 sums;
-scales are applied to the sums, lhs first. What backward needs of a quantized operand is kept in E4M3 (a byte a value).
+scales are applied to the sums, lhs first. What backward needs of a quantized operand is kept at
+a byte a value.
 """
 
 import dataclasses
@@ -121,6 +122,22 @@ def _storage(format: FloatFormat | None) -> np.dtype:
     return E4M3.storage_dtype if np.isin(format.grid, E4M3.grid).all() else format.storage_dtype
 
 
+def _keep(values: Array, format: FloatFormat | None, name: str) -> Array:
+    """Values (float32) as they are kept for backward, under a name that remat policies know.
+
+    Eight-bit floats are kept as uint8: XLA's CPU code widens the whole stack of them at every step of a scan.
+    """
+    kept = values.astype(_storage(format))
+    return checkpoint_name(lax.bitcast_convert_type(kept, jnp.uint8) if kept.dtype.itemsize == 1 else kept, name)
+
+
+def _kept(kept: Array, format: FloatFormat | None) -> Array:
+    """Undoes ``_keep``: bfloat16, or the dtype that a wider format is kept in."""
+    if kept.dtype == jnp.uint8:
+        return lax.bitcast_convert_type(kept, _storage(format)).astype(jnp.bfloat16)
+    return kept
+
+
 def _activation_format(recipe: Recipe) -> FloatFormat | None:
     """The format that holds the values of a quantized activation, outlier entries included; None is float32."""
     if recipe.outliers is not None and recipe.outliers.compensation == "residual":
@@ -187,7 +204,7 @@ def fprop(lhs: Array, rhs: Array, key: Key | None, call: Call) -> tuple[Array, R
         )
         lhs_operand = _operand(values, scales, spec, lhs_axis, _activation_format(recipe))
         if isinstance(recipe.wgrad.lhs, Reuse):
-            kept["lhs_values"] = checkpoint_name(values.astype(_storage(_activation_format(recipe))), LHS_NAME)
+            kept["lhs_values"] = _keep(values, _activation_format(recipe), LHS_NAME)
             kept["lhs_scale"] = checkpoint_name(lhs_operand.scale, LHS_NAME)
     if spec is None or not isinstance(recipe.wgrad.lhs, Reuse) or not recipe.activation_estimator.is_identity:
         kept["lhs"] = lhs
@@ -201,7 +218,7 @@ def fprop(lhs: Array, rhs: Array, key: Key | None, call: Call) -> tuple[Array, R
         values = grid_values(value, scales, spec, rhs_axis, _subkey(key, spec, _FPROP_RHS))
         rhs_operand = _operand(values, scales, spec, rhs_axis, spec.format)
         if isinstance(recipe.dgrad.rhs, Reuse):
-            kept["rhs_values"] = checkpoint_name(values.astype(_storage(spec.format)), RHS_NAME)
+            kept["rhs_values"] = _keep(values, spec.format, RHS_NAME)
             kept["rhs_scale"] = checkpoint_name(rhs_operand.scale, RHS_NAME)
     if spec is None or not isinstance(recipe.dgrad.rhs, Reuse) or not recipe.weight_estimator.is_identity:
         kept["rhs"] = rhs
@@ -236,7 +253,8 @@ def dgrad(residuals: Residuals, g: Array, call: Call) -> Array:
     scale, spec = None, recipe.dgrad.rhs
     if residuals.rhs_values is not None:
         scale = residuals.rhs_scale
-        weight = Operand(residuals.rhs_values.astype(jnp.bfloat16), None)
+        assert recipe.weight_spec is not None  # it was kept
+        weight = Operand(_kept(residuals.rhs_values, recipe.weight_spec.format), None)
     elif isinstance(spec, QuantSpec):
         axis = _negative(geometry.rhs_free, geometry.rhs_ndim)
         weight = _quantized(as_float32(residuals.rhs), spec, axis, _subkey(residuals.key, spec, _DGRAD_RHS))
@@ -271,8 +289,7 @@ def wgrad(residuals: Residuals, g: Array, call: Call) -> Array:
     scale, spec = None, recipe.wgrad.lhs
     if residuals.lhs_values is not None:
         scale = residuals.lhs_scale
-        kept = residuals.lhs_values
-        activation = Operand(kept.astype(jnp.bfloat16) if kept.dtype.itemsize == 1 else kept, None)
+        activation = Operand(_kept(residuals.lhs_values, _activation_format(recipe)), None)
     elif isinstance(spec, QuantSpec):
         axis = _negative(geometry.lhs_free, geometry.lhs_ndim)
         key = _subkey(residuals.key, spec, _WGRAD_LHS)
