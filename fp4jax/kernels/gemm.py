@@ -1,0 +1,210 @@
+"""Scaled FP8 product on Hopper's tensor cores: checks, configuration and launch. The kernel is in ``gemm_device``."""
+
+import dataclasses
+import functools
+import json
+import math
+import pathlib
+from collections.abc import Mapping
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+
+from fp4jax.kernels import gemm_device
+from fp4jax.kernels.device import core_count, device_kind
+from fp4jax.typing import Array
+
+OPERAND_DTYPES = (np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.float8_e5m2))
+OUT_DTYPES = (np.dtype(ml_dtypes.bfloat16), np.dtype(np.float32))
+SHARED_BYTES = 227 * 1024  # of a block on sm_90
+PROMOTE = 256
+TILE_M, TILE_K = 128, 128
+
+
+@dataclasses.dataclass(frozen=True)
+class GemmConfig:
+    """How a product is cut up; every choice gives the same result but for the order of float32 sums.
+
+    Args:
+        tile_n: columns of an output tile (rows: 128); a multiple of 16 up to 256, or 192 where sums are promoted, which
+            takes twice the registers.
+        stages: pairs of operand tiles in flight.
+        group: output tiles along the minor dimension that are visited together, so that operands stay in L2.
+        minor: that dimension, ``"m"`` or ``"n"``.
+        epilogue_n: columns of a store; divides ``tile_n``.
+
+    Raises:
+        ValueError: for an argument out of its range.
+    """
+
+    tile_n: int = 128
+    stages: int = 4
+    group: int = 8
+    minor: str = "m"
+    epilogue_n: int = 64
+
+    def __post_init__(self):
+        if not 16 <= self.tile_n <= 256 or self.tile_n % 16:
+            raise ValueError(f"tile_n={self.tile_n} must be a multiple of 16 in [16, 256]")
+        if self.epilogue_n < 16 or self.epilogue_n % 16 or self.tile_n % self.epilogue_n:
+            raise ValueError(f"epilogue_n={self.epilogue_n} must be a multiple of 16 that divides tile_n={self.tile_n}")
+        if self.stages < 2 or self.group < 1:
+            raise ValueError(f"stages={self.stages} must be at least 2 and group={self.group} at least 1")
+        if self.minor not in ("m", "n"):
+            raise ValueError(f"minor={self.minor!r} must be 'm' or 'n'")
+
+    def shared_bytes(self, out_dtype) -> int:
+        """Shared memory of a block, in bytes, but for barriers and alignment."""
+        operands = self.stages * (TILE_M + self.tile_n) * TILE_K
+        slots = min(2, self.tile_n // self.epilogue_n)
+        return operands + slots * TILE_M * self.epilogue_n * np.dtype(out_dtype).itemsize
+
+
+def scaled_matmul(
+    lhs: Array,
+    rhs: Array,
+    lhs_scale: Array,
+    rhs_scale: Array,
+    *,
+    out_dtype=jnp.bfloat16,
+    promote: int | None = PROMOTE,
+    config: GemmConfig | None = None,
+) -> Array:
+    """``out[m, n] = (Σk lhs[m, k] · rhs[n, k]) · lhs_scale[m] · rhs_scale[n]`` with FP8 operands, both k-major.
+
+    The tensor cores of sm_90 add FP8 products with about 14 bits, so a long sum of one sign drifts (9.6 % at k =
+    11,008). Partial sums are therefore added up in float32 registers every ``promote`` steps of k.
+
+    Args:
+        lhs: E4M3 or E5M2, [*batch, m, k].
+        rhs: E4M3 or E5M2, [*batch, n, k]; need not be of the dtype of ``lhs``.
+        lhs_scale, rhs_scale: float32 [*batch, m] and [*batch, n], or scalars.
+        out_dtype: bfloat16 or float32.
+        promote: how many k a partial sum may span, a multiple of 128; None never promotes.
+        config: tile sizes; by default those tuned for the shape.
+
+    Returns:
+        [*batch, m, n]. Sizes need not fit the tiles, and may be 0.
+
+    Raises:
+        TypeError: for operands or an ``out_dtype`` of another dtype.
+        ValueError: for shapes that do not match, a bad ``promote``, or a ``config`` that takes too much shared memory.
+
+    References:
+        DeepSeek-V3 technical report, arXiv:2412.19437, §3.3.2 (the precision of FP8 sums on Hopper and promotion).
+    """
+    out_dtype = np.dtype(out_dtype)
+    _check(lhs, rhs, out_dtype, promote)
+    *batch, m, k = lhs.shape
+    n = rhs.shape[-2]
+    scales = [
+        _spread(scale, (*batch, size), name)
+        for name, scale, size in (("lhs_scale", lhs_scale, m), ("rhs_scale", rhs_scale, n))
+    ]
+    if math.prod((*batch, m, n, k)) == 0:
+        return jnp.zeros((*batch, m, n), out_dtype)
+    if config is None:
+        config = tuned(m, n, k, out_dtype, promote)
+    if promote is not None and config.tile_n > 192 and promote < k:
+        raise ValueError(
+            f"config.tile_n={config.tile_n} leaves no registers for promotion; use tile_n of at most 192, or "
+            "promote=None"
+        )
+    if (used := config.shared_bytes(out_dtype) + 1024) > SHARED_BYTES:
+        raise ValueError(
+            f"{config} takes {used} bytes of shared memory for a result in {out_dtype}, and a block has "
+            f"{SHARED_BYTES}; "
+            "use fewer stages or a smaller tile_n"
+        )
+    a, b, a_scale, b_scale = (x.reshape(math.prod(batch), *x.shape[len(batch) :]) for x in (lhs, rhs, *scales))
+    return _run(a, b, a_scale, b_scale, out_dtype, promote, config).reshape(*batch, m, n)
+
+
+def _run(lhs: Array, rhs: Array, lhs_scale: Array, rhs_scale: Array, out_dtype, promote, config: GemmConfig) -> Array:
+    b, m, k = lhs.shape
+    n = rhs.shape[1]
+    m_tiles, n_tiles, k_tiles = (_up(s, t) // t for s, t in ((m, TILE_M), (n, config.tile_n), (k, TILE_K)))
+    # Copies want whole swizzle tiles of 8 rows and 128 bytes; what lies past them is filled with zeros, and dropped.
+    lhs, rhs = (_pad(_pad(x, -1, TILE_K), -2, 8) for x in (lhs, rhs))
+    lhs_scale, rhs_scale = _pad(lhs_scale, -1, TILE_M), _pad(rhs_scale, -1, config.tile_n)
+    m_out, n_out = _up(m, 8), _up(n, config.epilogue_n)
+    problem = gemm_device.Problem(
+        batch=b, m_tiles=m_tiles, n_tiles=n_tiles, k_tiles=k_tiles,
+        tile_m=TILE_M, tile_n=config.tile_n, tile_k=TILE_K, stages=config.stages,
+        promote_tiles=k_tiles if promote is None else promote // TILE_K,
+        group=config.group, minor="mn".index(config.minor), epilogue_n=config.epilogue_n,
+    )  # fmt: skip
+    blocks = min(core_count(), b * m_tiles * n_tiles)
+    out = gemm_device.launch(
+        lhs, rhs, lhs_scale, rhs_scale, shape=(b, m_out, n_out), dtype=out_dtype, problem=problem, blocks=blocks
+    )
+    return out if out.shape[1:] == (m, n) else out[:, :m, :n]
+
+
+def _check(lhs: Array, rhs: Array, out_dtype: np.dtype, promote: int | None) -> None:
+    for name, x in (("lhs", lhs), ("rhs", rhs)):
+        if x.dtype not in OPERAND_DTYPES:
+            raise TypeError(
+                f"{name} has dtype {x.dtype}; scaled_matmul takes float8_e4m3fn or float8_e5m2 (quantize it)"
+            )
+    if out_dtype not in OUT_DTYPES:
+        raise TypeError(f"out_dtype={out_dtype} must be bfloat16 or float32")
+    if lhs.ndim < 2 or lhs.ndim != rhs.ndim or lhs.shape[:-2] != rhs.shape[:-2] or lhs.shape[-1] != rhs.shape[-1]:
+        raise ValueError(
+            f"lhs has shape {lhs.shape} and rhs {rhs.shape}; they must be [*batch, m, k] and [*batch, n, k]"
+        )
+    if promote is not None and (promote < TILE_K or promote % TILE_K):
+        raise ValueError(f"promote={promote} must be a multiple of {TILE_K}, or None")
+
+
+def _spread(scale: Array, shape: tuple[int, ...], name: str) -> Array:
+    scale = jnp.asarray(scale)
+    if scale.dtype != jnp.float32:
+        raise TypeError(f"{name} has dtype {scale.dtype}; it must be float32")
+    if scale.shape not in ((), shape):
+        raise ValueError(f"{name} has shape {scale.shape}; it must be a scalar or {shape}")
+    return jnp.broadcast_to(scale, shape)
+
+
+def _up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
+
+
+def _pad(x: Array, axis: int, multiple: int) -> Array:
+    missing = _up(x.shape[axis], multiple) - x.shape[axis]
+    if not missing:
+        return x
+    widths = [(0, 0)] * x.ndim
+    widths[axis] = (0, missing)
+    return jnp.pad(x, widths)
+
+
+# --- tuned configurations ----------------------------------------------------------------------------------------
+
+TUNED = pathlib.Path(__file__).parent / "tuned"
+
+
+@functools.cache
+def _table(kind: str) -> tuple[Mapping, ...]:
+    path = TUNED / f"{kind}.json"
+    return tuple(json.loads(path.read_text())["gemm"]) if path.exists() else ()
+
+
+def tuned(m: int, n: int, k: int, out_dtype, promote: int | None) -> GemmConfig:
+    """The configuration measured fastest at the nearest shape (of the same output dtype and promotion) on this device.
+
+    Falls back on the defaults of ``GemmConfig``, with a narrower tile for a narrow result, where nothing was measured.
+    """
+    entries = [
+        e
+        for e in _table(device_kind())
+        if e["out_dtype"] == str(np.dtype(out_dtype)) and e["promote"] == (promote or 0)
+    ]
+
+    def distance(entry: Mapping) -> float:
+        return sum(abs(math.log(entry[name] / size)) for name, size in (("m", m), ("n", n), ("k", k)))
+
+    if n > 64 and entries:
+        return GemmConfig(**min(entries, key=distance)["config"])
+    return GemmConfig(tile_n=64) if n <= 64 else GemmConfig()

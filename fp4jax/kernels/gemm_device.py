@@ -1,0 +1,195 @@
+"""Device side of the scaled FP8 product: a persistent, warp-specialized Mosaic GPU kernel for Hopper (sm_90).
+
+One warpgroup copies tiles into shared memory and never stops between output tiles; two multiply. Each of the two owns
+64 rows of the output tile, so that both read the same tile of rhs.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from fp4jax.kernels.device import interpreter
+
+CONSUMERS = 2  # warpgroups that multiply; the producer is one more
+PRODUCER_REGISTERS = 40
+CONSUMER_REGISTERS = 232  # 40 · 128 + 232 · 256 of the 65,536 of a multiprocessor
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """Static sizes of a launch: ``out[b, m, n] = Σk lhs[b, m, k] rhs[b, n, k]``, in elements and tiles."""
+
+    batch: int
+    m_tiles: int
+    n_tiles: int
+    k_tiles: int
+    tile_m: int  # of both consumers together
+    tile_n: int
+    tile_k: int
+    stages: int
+    promote_tiles: int  # k tiles after which the partial sum is added to the float32 total
+    group: int  # output tiles along the minor dimension that are visited together, for L2
+    minor: int  # that dimension: 0 for m, 1 for n
+    epilogue_n: int
+
+    @property
+    def warpgroup_m(self) -> int:
+        """Rows of one consumer."""
+        return self.tile_m // CONSUMERS
+
+
+def kernel(
+    lhs_gmem, rhs_gmem, lhs_scale_gmem, rhs_scale_gmem, out_gmem,
+    lhs_smem, rhs_smem, out_smem, full, empty, ahead, *, problem: Problem,
+):  # fmt: skip
+    """Body of the kernel; copies past the ends of an operand read zeros, those past the ends of the result are lost."""
+    p = problem
+    warpgroup = lax.axis_index("warpgroup")
+    # Consumer 0 stays a k tile ahead of consumer 1, so that one feeds the tensor cores while the other adds or stores.
+    # With very few k tiles it could get two output tiles ahead, past what the barrier tells apart.
+    staggered = p.k_tiles > p.stages + 1
+
+    def tile_loop(body):
+        """Runs ``body(batch, m, n, step)`` over this block's output tiles; ``step`` counts k tiles since the start.
+
+        Returns the number of k tiles.
+        """
+
+        @plgpu.nd_loop((p.batch, p.m_tiles * p.n_tiles), collective_axes="block", init_carry=jnp.int32(0))
+        def steps(info, *, carry):
+            batch, linear = info.index
+            m, n = plgpu.planar_snake(linear, (p.m_tiles, p.n_tiles), p.minor, p.group)
+            body(batch, m * p.tile_m, n * p.tile_n, carry)
+            return carry + p.k_tiles
+
+        return steps
+
+    def produce(batch, m, n, first):
+        def load(i, _):
+            step = first + i
+            slot = lax.rem(step, p.stages)
+            pl.when(step >= p.stages)(lambda: plgpu.barrier_wait(empty.at[slot]))
+            k = pl.ds(i * p.tile_k, p.tile_k)
+            plgpu.copy_gmem_to_smem(lhs_gmem.at[batch, pl.ds(m, p.tile_m), k], lhs_smem.at[slot], full.at[slot])
+            plgpu.copy_gmem_to_smem(rhs_gmem.at[batch, pl.ds(n, p.tile_n), k], rhs_smem.at[slot], full.at[slot])
+            return _
+
+        lax.fori_loop(0, p.k_tiles, load, None)
+
+    def consume(batch, m, n, first):
+        rows = pl.ds(warpgroup * p.warpgroup_m, p.warpgroup_m)
+
+        def partial_sum(start, count, opens=False):
+            """Σ over ``count`` k tiles in the tensor core's accumulator; ``opens`` an output tile."""
+
+            def accumulate(acc):
+                def multiply(i, _):
+                    slot = lax.rem(start + i, p.stages)
+                    plgpu.barrier_wait(full.at[slot])
+                    plgpu.wgmma(acc, lhs_smem.at[slot, rows], rhs_smem.at[slot].T)
+                    plgpu.wgmma_wait(1)  # the product before this one is done with its tiles
+                    pl.when(i > 0)(lambda: plgpu.barrier_arrive(empty.at[lax.rem(start + i - 1, p.stages)]))
+                    if opens and staggered and count > 1:
+                        pl.when((i == 1) & (warpgroup == 0))(lambda: plgpu.barrier_arrive(ahead))
+                    return _
+
+                lax.fori_loop(0, count, multiply, None)
+                value = acc[...]
+                if opens and staggered and count == 1:
+                    pl.when(warpgroup == 0)(lambda: plgpu.barrier_arrive(ahead))
+                plgpu.barrier_arrive(empty.at[lax.rem(start + count - 1, p.stages)])
+                return value
+
+            return pl.run_scoped(accumulate, plgpu.ACC((p.warpgroup_m, p.tile_n), jnp.float32))
+
+        if staggered:
+            pl.when(warpgroup == 1)(lambda: plgpu.barrier_wait(ahead))
+        full_chunks, rest = divmod(p.k_tiles, p.promote_tiles)
+        if full_chunks == 0 or (full_chunks, rest) == (1, 0):
+            total = partial_sum(first, p.k_tiles, opens=True)
+        else:
+            chunk = p.promote_tiles
+            total = lax.fori_loop(
+                1,
+                full_chunks,
+                lambda c, total: total + partial_sum(first + c * chunk, chunk),
+                partial_sum(first, chunk, opens=True),
+            )
+            if rest:
+                total = total + partial_sum(first + full_chunks * chunk, rest)
+        store(total, batch, m + warpgroup * p.warpgroup_m, n)
+
+    def store(total, batch, m, n):
+        shape = (p.warpgroup_m, p.tile_n)
+        lhs_scale = plgpu.load(
+            lhs_scale_gmem.at[batch, pl.ds(m, p.warpgroup_m)], layout=plgpu.Layout.WGMMA.reduce(1), optimized=False
+        )
+        rhs_scale = plgpu.load(
+            rhs_scale_gmem.at[batch, pl.ds(n, p.tile_n)], layout=plgpu.Layout.WGMMA.reduce(0), optimized=False
+        )
+        result = total * lax.broadcast_in_dim(lhs_scale, shape, (0,)) * lax.broadcast_in_dim(rhs_scale, shape, (1,))
+        result = result.astype(out_gmem.dtype)
+        for i in range(p.tile_n // p.epilogue_n):
+            slot = i % out_smem.shape[1]
+            plgpu.wait_smem_to_gmem(out_smem.shape[1] - 1, wait_read_only=True)
+            out_smem[warpgroup, slot] = result[:, i * p.epilogue_n : (i + 1) * p.epilogue_n]
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(
+                out_smem.at[warpgroup, slot],
+                out_gmem.at[batch, pl.ds(m, p.warpgroup_m), pl.ds(n + i * p.epilogue_n, p.epilogue_n)],
+            )
+
+    def producer():
+        plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
+        steps = tile_loop(produce)
+        # Every arrival is awaited, so that no barrier is left in the middle of a phase.
+        lax.fori_loop(
+            jnp.maximum(steps - p.stages, 0),  # pyright: ignore[reportOperatorIssue]
+            steps,
+            lambda step, _: plgpu.barrier_wait(empty.at[lax.rem(step, p.stages)]),
+            None,
+        )
+
+    def consumer():
+        plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
+        tile_loop(consume)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    lax.cond(warpgroup == CONSUMERS, producer, consumer)
+
+
+def launch(lhs, rhs, lhs_scale, rhs_scale, *, shape, dtype, problem: Problem, blocks: int):
+    """Runs the kernel; ``shape`` and ``dtype`` are those of the result [b, m, n]."""
+    p = problem
+
+    def tiled(shape, dtype):
+        size = jnp.dtype(dtype).itemsize
+        swizzle = plgpu.find_swizzle(shape[-1] * size * 8)
+        tiling, swizzling = plgpu.TilingTransform((8, swizzle // size)), plgpu.SwizzleTransform(swizzle)  # pyright: ignore
+        return plgpu.SMEM(shape, dtype, transforms=(tiling, swizzling))
+
+    slots = min(2, p.tile_n // p.epilogue_n)
+    run = plgpu.kernel(
+        functools.partial(kernel, problem=p),
+        out_type=jax.ShapeDtypeStruct(shape, dtype),
+        scratch_types={
+            "lhs_smem": tiled((p.stages, p.tile_m, p.tile_k), lhs.dtype),
+            "rhs_smem": tiled((p.stages, p.tile_n, p.tile_k), rhs.dtype),
+            "out_smem": tiled((CONSUMERS, slots, p.warpgroup_m, p.epilogue_n), dtype),
+            "full": plgpu.Barrier(num_arrivals=2, num_barriers=p.stages),
+            "empty": plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=p.stages),
+            "ahead": plgpu.Barrier(),
+        },
+        grid=(blocks,),
+        grid_names=("block",),
+        num_threads=CONSUMERS + 1,
+        thread_name="warpgroup",
+        kernel_name="fp4jax_scaled_matmul",
+        interpret=interpreter(),
+    )
+    return run(lhs, rhs, lhs_scale, rhs_scale)

@@ -1,0 +1,307 @@
+"""Fused quantizers for GPUs: values in FP8, transposed values and scales, written in one pass; bit-equal to
+``fp4jax.quantize``.
+
+The kernels are in ``quantizer_device``. They take matrices whose scales leave the product: one a row, one a column or
+one a tensor, stored by ``AbsMax``.
+"""
+
+import dataclasses
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+
+from fp4jax.formats import E4M3, E5M2, FloatFormat
+from fp4jax.kernels.device import triton_call
+from fp4jax.kernels.quantizer_device import (
+    Carry,
+    Rows,
+    Stream,
+    Tiles,
+    amax_kernel,
+    float_of,
+    rows_kernel,
+    tiles_kernel,
+)  # fmt: skip
+from fp4jax.outliers import OCC
+from fp4jax.quantize import QuantSpec
+from fp4jax.rounding import NEAREST_EVEN, TIES_UP
+from fp4jax.scaling import AbsMax, Scales
+from fp4jax.typing import Array
+
+_ROUNDINGS = {NEAREST_EVEN: "nearest_even", TIES_UP: "ties_up"}
+_DTYPES = (np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16))
+
+
+class Quantized(NamedTuple):
+    """A quantized matrix.
+
+    Attributes:
+        values: [m, n] in E4M3 or E5M2, or None.
+        transposed: [n, m], or None.
+        scale: float32 [m], [n] or [], by the axis whose entries have one each; NaN for a block that is not finite.
+    """
+
+    values: Array | None
+    transposed: Array | None
+    scale: Array
+
+
+@dataclasses.dataclass(frozen=True)
+class QuantizerConfig:
+    """How a matrix is cut up; no choice changes a bit of the result.
+
+    Args:
+        rows, cols: of a tile.
+        warps: of 32 threads, for each program.
+
+    Raises:
+        ValueError: if one is no power of two.
+    """
+
+    rows: int
+    cols: int
+    warps: int = 4
+
+    def __post_init__(self):
+        for name in ("rows", "cols", "warps"):
+            size = getattr(self, name)
+            if size < 1 or size & (size - 1):
+                raise ValueError(f"{name}={size} must be a power of two")
+
+
+def storage(format: FloatFormat) -> np.dtype:
+    """The FP8 dtype that holds the grid of ``format`` exactly.
+
+    Raises:
+        ValueError: if neither E4M3 nor E5M2 does.
+    """
+    for held in (E4M3, E5M2):
+        if np.isin(format.grid, held.grid).all():
+            return np.dtype(held.dtype)
+    raise ValueError(f"format={format!r} fits neither E4M3 nor E5M2")
+
+
+def unsupported(spec: QuantSpec) -> list[str]:
+    """Why the kernels cannot quantize by ``spec``, a reason each; empty if they can."""
+    reasons = []
+    if spec.rounding not in _ROUNDINGS:
+        reasons.append(f"rounding {spec.rounding!r}")
+    if not isinstance(spec.scale, AbsMax):
+        reasons.append(f"scale rule {spec.scale!r}")
+    if not spec.granularity.leaves_the_sum:
+        reasons.append(f"granularity {spec.granularity!r}")
+    if not spec.format.mantissa_bits:
+        reasons.append(f"format {spec.format!r}, which has no mantissa")
+    return reasons
+
+
+def _check(x: Array, spec: QuantSpec) -> None:
+    if x.ndim != 2 or x.dtype not in _DTYPES:
+        raise TypeError(f"x is {x.dtype}{list(x.shape)}; the quantizers take float32, bfloat16 or float16 matrices")
+    if why := unsupported(spec):
+        raise ValueError(f"the kernels do not support {', '.join(why)}")
+
+
+def _up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
+
+
+def _fit(size: int, wanted: int) -> int:
+    """The largest power of two up to ``wanted`` that divides ``size``, unless that is small: padding is then better."""
+    divisor = size & -size
+    return min(wanted, divisor) if divisor >= min(16, wanted) else min(wanted, 1 << (size - 1).bit_length())
+
+
+def _padded(x: Array, rows: int, cols: int) -> Array:
+    widths = [(0, _up(x.shape[0], rows) - x.shape[0]), (0, _up(x.shape[1], cols) - x.shape[1])]
+    return jnp.pad(x, widths) if any(w for _, w in widths) else x
+
+
+def _cut(x: Array, *shape: int) -> Array:
+    return x if x.shape == shape else x[tuple(slice(s) for s in shape)]
+
+
+def quantize_rows(
+    x: Array,
+    spec: QuantSpec,
+    *,
+    fold: Array | None = None,
+    thresholds: tuple[Array, Array] | None = None,
+    occ: OCC | None = None,
+    transpose: bool = False,
+    config: QuantizerConfig | None = None,
+) -> Quantized:
+    """Quantizes each row of ``x`` under a scale of its own, reading it from memory once.
+
+    Args:
+        x: float32, bfloat16 or float16 [m, n].
+        spec: its granularity plays no part: the vectors are the rows.
+        fold: float32 [m]; rows are multiplied by it first, and rounded to float32.
+        thresholds: scalars lo and hi of ``occ``, float32, from ``fp4jax.outliers.thresholds``.
+        occ: clamps at the thresholds; with "residual" compensation outlier entries carry ΔX, as the xla backend has it.
+        transpose: also write the values transposed.
+        config: tile sizes.
+
+    Returns:
+        Values in the FP8 type that holds the format (of ``occ``: that holds the carried entries too).
+
+    Raises:
+        TypeError: for another dtype or rank of ``x``.
+        ValueError: for a ``spec`` that the kernels do not support, or an ``occ`` they do not.
+    """
+    x = jnp.asarray(x)
+    _check(x, spec)
+    m, n = x.shape
+    carry = _carry(occ) if thresholds is not None and occ is not None else None
+    dtype = storage(spec.format)
+    if m * n == 0:
+        empty = jnp.zeros((m, n), dtype)
+        return Quantized(empty, empty.T if transpose else None, jnp.ones((m,), jnp.float32))
+    if config is None:
+        config = _rows_config(n, transpose)
+    rows, cols = _fit(m, config.rows), _fit(n, config.cols)
+    padded = _padded(x, rows, cols)
+    height, width = padded.shape
+    problem = Rows(
+        rows=rows, cols=cols, chunks=width // cols, format=spec.format, rounding=_ROUNDINGS[spec.rounding],
+        folded=fold is not None, carry=carry, transposed=transpose,
+    )  # fmt: skip
+    operands = [padded]
+    if fold is not None:
+        operands.append(jnp.pad(fold, (0, height - m)))
+    if carry is not None and thresholds is not None:
+        operands.append(jnp.stack([t.reshape(()) for t in thresholds]))
+    outs = [jax.ShapeDtypeStruct((height, width), dtype), jax.ShapeDtypeStruct((height,), jnp.float32)]
+    if transpose:
+        outs.append(jax.ShapeDtypeStruct((width, height), dtype))
+    values, scale, *rest = triton_call(
+        functools.partial(rows_kernel, problem=problem), outs, *operands,
+        name="fp4jax_quantize_rows", grid=(height // rows,), warps=config.warps,
+    )  # fmt: skip
+    return Quantized(_cut(values, m, n), _cut(rest[0], n, m) if rest else None, _cut(scale, m))
+
+
+def _carry(occ: OCC) -> Carry:
+    if occ.scope != "tensor" or occ.compensation == "sparse":
+        raise ValueError(f"the kernels take OCC of scope 'tensor' that is not 'sparse', got {occ}")
+    if occ.compensation == "none":
+        return Carry(None)
+    if occ.residual_format != E4M3:
+        raise ValueError(f"the kernels carry residuals in E4M3, got residual_format={occ.residual_format}")
+    return Carry(occ.residual_format)
+
+
+def _rows_config(n: int, transpose: bool) -> QuantizerConfig:
+    if transpose:
+        return QuantizerConfig(rows=32, cols=128, warps=4)
+    return QuantizerConfig(rows=1, cols=4096, warps=2)
+
+
+# --- scales known beforehand: columns, tensors, and gradients with a scale folded in -----------------------------
+
+
+class Wanted(NamedTuple):
+    """A quantization of a matrix under one scale a column (``axis=1``) or one in all (``axis=None``).
+
+    Attributes:
+        axis: 0, 1 or None: which axis has a scale for each entry.
+        fold: float32 vector that is multiplied in first, or None.
+        fold_axis: the axis it lies along.
+        plain, transposed: what to write.
+    """
+
+    axis: int | None
+    fold: Array | None = None
+    fold_axis: int | None = None
+    plain: bool = True
+    transposed: bool = False
+
+
+def quantize_tiles(
+    x: Array,
+    spec: QuantSpec,
+    wanted: tuple[Wanted, ...],
+    *,
+    config: QuantizerConfig | None = None,
+) -> list[Quantized]:
+    """Quantizes ``x`` in one or several ways, reading it twice: for all maxima, then for all values.
+
+    So a weight [k, n] with a scale a column comes back with its transpose, and a gradient dY [m, n], one scale a
+    tensor, both as Q(dY · sw) [m, n] for dgrad and as Q(dY · sx) transposed [n, m] for wgrad.
+
+    Args:
+        x: float32, bfloat16 or float16 [m, n].
+        spec: format and rounding; the granularity is given by ``wanted``.
+        wanted: the quantizations.
+        config: tile sizes.
+
+    Raises:
+        TypeError: for another dtype or rank of ``x``.
+        ValueError: for a ``spec`` that the kernels do not support.
+    """
+    x = jnp.asarray(x)
+    _check(x, spec)
+    m, n = x.shape
+    dtype = storage(spec.format)
+    if config is None:
+        config = QuantizerConfig(rows=64, cols=128, warps=4)
+    rows, cols = _fit(max(m, 1), config.rows), _fit(max(n, 1), config.cols)
+    padded = _padded(x, rows, cols)
+    height, width = padded.shape
+    grid = (height // rows, width // cols)
+    streams = tuple(Stream(w.fold_axis, w.axis, w.plain, w.transposed) for w in wanted)
+    problem = Tiles(rows, cols, spec.format, _ROUNDINGS[spec.rounding], streams)
+    sizes = {None: (), 0: (m,), 1: (n,)}
+    if m * n == 0:
+        empty = jnp.zeros((m, n), dtype)
+        return [
+            Quantized(
+                empty if w.plain else None, empty.T if w.transposed else None, jnp.ones(sizes[w.axis], jnp.float32)
+            )
+            for w in wanted
+        ]
+    folds = [_fold(w, padded.shape) for w in wanted]
+    scales = _known_scales(padded, spec, problem, folds, grid, config)
+    operands, outs = [padded], []
+    for w, fold, found in zip(wanted, folds, scales, strict=True):
+        operands += [*fold, found.reciprocal.reshape(-1)]
+        outs += [jax.ShapeDtypeStruct((height, width), dtype)] if w.plain else []
+        outs += [jax.ShapeDtypeStruct((width, height), dtype)] if w.transposed else []
+    kernel = functools.partial(tiles_kernel, problem=problem)
+    written = iter(triton_call(kernel, outs, *operands, name="fp4jax_quantize_tiles", grid=grid, warps=config.warps))
+    return [
+        Quantized(
+            _cut(next(written), m, n) if w.plain else None,
+            _cut(next(written), n, m) if w.transposed else None,
+            _cut(found.scale, *sizes[w.axis]),
+        )
+        for w, found in zip(wanted, scales, strict=True)
+    ]
+
+
+def _fold(wanted: Wanted, shape: tuple[int, ...]) -> list[Array]:
+    """The vector that is folded in, padded, or nothing."""
+    if wanted.fold is None or wanted.fold_axis is None:
+        return []
+    return [jnp.pad(wanted.fold, (0, shape[wanted.fold_axis] - wanted.fold.size))]
+
+
+def _known_scales(
+    x: Array, spec: QuantSpec, problem: Tiles, folds: list[list[Array]], grid: tuple[int, int], config: QuantizerConfig
+) -> list[Scales]:
+    """Scales of each stream: maxima of tiles by a kernel, the rest by the reference's own rule."""
+    height, width = x.shape
+    partial = {None: grid, 0: (height, grid[1]), 1: (grid[0], width)}
+    maxima = triton_call(
+        functools.partial(amax_kernel, problem=problem),
+        [jax.ShapeDtypeStruct(partial[s.scale], jnp.int32) for s in problem.streams],
+        x, *(f for fold in folds for f in fold), name="fp4jax_amax", grid=grid, warps=config.warps,
+    )  # fmt: skip
+    return [
+        spec.scale(float_of(jnp.max(bits, axis=None if s.scale is None else 1 - s.scale)), spec.format)
+        for bits, s in zip(maxima, problem.streams, strict=True)
+    ]

@@ -1,0 +1,112 @@
+"""The scaled FP8 product, interpreted on the CPU, against exact sums."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fp4jax import kernels
+from fp4jax.formats import E2M1
+from fp4jax.kernels import GemmConfig, bench, gemm, scaled_matmul
+
+E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
+SMALL = GemmConfig(tile_n=64, stages=2, epilogue_n=32)
+
+
+def operands(m, n, k, *, batch=(), lhs=E4M3, rhs=E4M3, seed=0):
+    """Random E2M1 values in FP8, and scales."""
+    rng = np.random.default_rng(seed)
+    return (
+        rng.choice(E2M1.grid, (*batch, m, k)).astype(lhs),
+        rng.choice(E2M1.grid, (*batch, n, k)).astype(rhs),
+        rng.uniform(0.5, 2, (*batch, m)).astype(np.float32),
+        rng.uniform(0.5, 2, (*batch, n)).astype(np.float32),
+    )
+
+
+def reference(lhs, rhs, lhs_scale, rhs_scale, dtype):
+    """The sum is exact in float64; then the xla backend's two products and one rounding."""
+    exact = np.einsum("...mk,...nk->...mn", lhs.astype(np.float64), rhs.astype(np.float64)).astype(np.float32)
+    return (exact * lhs_scale[..., :, None] * rhs_scale[..., None, :]).astype(dtype)
+
+
+def run(args, **kwargs):
+    with kernels.interpret():
+        return np.asarray(jax.jit(lambda *a: scaled_matmul(*a, **kwargs))(*args))
+
+
+@pytest.mark.parametrize("sizes", [(1, 7, 40), (7, 129, 1), (40, 1, 129), (127, 40, 127), (129, 127, 40)], ids=str)
+def test_any_size_is_exact(sizes):
+    args = operands(*sizes, rhs=E5M2)
+    np.testing.assert_array_equal(run(args, out_dtype=jnp.float32), reference(*args, np.float32))
+
+
+@pytest.mark.parametrize("promote", [128, None])
+def test_batch_promotion_and_bfloat16(promote):
+    args = operands(130, 40, 300, batch=(2,), lhs=E5M2)
+    got = run(args, out_dtype=jnp.bfloat16, promote=promote, config=SMALL)
+    assert got.shape == (2, 130, 40)
+    np.testing.assert_array_equal(got, reference(*args, jnp.bfloat16))
+
+
+@pytest.mark.parametrize("tile_n", [48, 80])
+def test_tile_widths_that_are_no_multiple_of_64(tile_n):
+    args = operands(70, 100, 200)
+    got = run(args, out_dtype=jnp.float32, config=GemmConfig(tile_n=tile_n, stages=2, epilogue_n=16))
+    np.testing.assert_array_equal(got, reference(*args, np.float32))
+
+
+def test_no_race_while_consumers_are_staggered():
+    args = operands(40, 40, 500)
+    with kernels.interpret(detect_races=True):
+        got = jax.jit(lambda *a: scaled_matmul(*a, out_dtype=jnp.float32, config=SMALL))(*args)
+    np.testing.assert_array_equal(np.asarray(got), reference(*args, np.float32))
+    assert not kernels.races_found()
+
+
+def test_scalar_scales_and_vmap():
+    lhs, rhs, *_ = operands(40, 24, 64, batch=(2,))
+    with kernels.interpret():
+        got = jax.vmap(lambda a, b: scaled_matmul(a, b, jnp.float32(3), jnp.float32(0.5), out_dtype=jnp.float32))(
+            lhs, rhs
+        )
+    ones = np.ones((2, 1), np.float32)
+    np.testing.assert_array_equal(got, reference(lhs, rhs, 3 * ones, 0.5 * ones, np.float32))
+
+
+@pytest.mark.parametrize("sizes", [(0, 8, 16), (8, 0, 16), (8, 8, 0)], ids=str)
+def test_empty(sizes):
+    args = operands(*sizes)
+    got = scaled_matmul(*args)
+    assert got.shape == sizes[:2]
+    assert got.dtype == jnp.bfloat16
+    assert not np.any(got)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_tuning_tries_only_what_fits(dtype):
+    for config, promote in bench.candidates(dtype).values():
+        assert config.shared_bytes(dtype) + 1024 <= gemm.SHARED_BYTES
+        assert promote is None or config.tile_n <= 192
+
+
+def test_errors_name_the_argument_and_what_would_work():
+    lhs, rhs, ls, rs = operands(8, 16, 32)
+    with pytest.raises(TypeError, match="lhs has dtype float32; scaled_matmul takes float8_e4m3fn or float8_e5m2"):
+        scaled_matmul(lhs.astype(np.float32), rhs, ls, rs)
+    with pytest.raises(TypeError, match="out_dtype=float16 must be bfloat16 or float32"):
+        scaled_matmul(lhs, rhs, ls, rs, out_dtype=jnp.float16)
+    with pytest.raises(ValueError, match=r"lhs has shape \(8, 32\) and rhs \(16, 31\)"):
+        scaled_matmul(lhs, rhs[:, :31], ls, rs)
+    with pytest.raises(ValueError, match=r"lhs_scale has shape \(7,\); it must be a scalar or \(8,\)"):
+        scaled_matmul(lhs, rhs, ls[:7], rs)
+    with pytest.raises(ValueError, match="promote=100 must be a multiple of 128, or None"):
+        scaled_matmul(lhs, rhs, ls, rs, promote=100)
+    with pytest.raises(ValueError, match="tile_n=256 leaves no registers for promotion; use tile_n of at most 192"):
+        scaled_matmul(*operands(8, 16, 512), config=GemmConfig(tile_n=256))
+    with pytest.raises(ValueError, match=r"bytes of shared memory for a result in float32.*use fewer stages"):
+        scaled_matmul(lhs, rhs, ls, rs, out_dtype=jnp.float32, config=GemmConfig(tile_n=192, stages=6))
+    with pytest.raises(ValueError, match="tile_n=200 must be a multiple of 16"):
+        GemmConfig(tile_n=200)
+    with pytest.raises(ValueError, match="epilogue_n=48 must be a multiple of 16 that divides tile_n=128"):
+        GemmConfig(tile_n=128, epilogue_n=48)

@@ -1,0 +1,93 @@
+"""The "hopper" backend, interpreted on the CPU, against the xla backend: forward and both gradients."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tolerances
+
+import fp4jax
+from fp4jax import kernels
+from fp4jax.dot import hopper, registry
+from fp4jax.outliers import thresholds
+
+recipes = fp4jax.recipes
+
+
+@pytest.fixture(autouse=True)
+def _registered(monkeypatch):
+    monkeypatch.setitem(registry.BACKENDS, "hopper", hopper)
+
+
+def inputs(dtype):
+    """x [b, t, h, d], w [h, d, n] and the gradient of the result [b, t, n]."""
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.standard_t(3, (2, 20, 4, 12)), jnp.float32).astype(dtype)
+    w = jnp.asarray(rng.standard_normal((4, 12, 33)), jnp.float32)
+    g = jnp.asarray(rng.standard_normal((2, 20, 33)), jnp.float32).astype(dtype)
+    return x, w, g
+
+
+def both(recipe, dtype):
+    """(Y, dX, dW) of both backends, for a product that contracts two axes."""
+
+    def run(x, w, g, backend):
+        dims = (((2, 3), (0, 1)), ((), ()))
+        y, vjp = jax.vjp(lambda x, w: fp4jax.dot_general(x, w, dims, recipe=recipe, backend=backend), x, w)
+        return y, *vjp(g)
+
+    with kernels.interpret():
+        return [jax.jit(run, static_argnums=3)(*inputs(dtype), backend) for backend in ("xla", "hopper")]
+
+
+def test_exact_sums_are_equal_bit_for_bit():
+    recipe = recipes.fp4(alpha=0.9, quantile="sampled")
+    for want, got in zip(*both(recipe, jnp.bfloat16), strict=True):
+        assert got.dtype == want.dtype
+        assert got.shape == want.shape
+        np.testing.assert_array_equal(np.asarray(got), np.asarray(want))
+
+
+def test_exact_thresholds_are_those_of_the_xla_backend():
+    x = np.random.default_rng(0).standard_t(1, (50, 401))
+    x[::2] = 0.5  # many equal values
+    x = jnp.asarray(x, jnp.float32).astype(jnp.bfloat16)
+    occ = fp4jax.OCC(0.99)
+    with kernels.interpret():
+        got = hopper._thresholds(x, occ)
+    for value, want in zip(got, thresholds(x, occ, (-1,)), strict=True):
+        assert value.shape == ()
+        assert value.dtype == want.dtype
+        assert value == want.reshape(())
+
+
+def test_other_sums_within_the_table():
+    recipe = recipes.w8a4(alpha=None, activation=fp4jax.PerTensor())
+    x, w, g = (np.abs(np.asarray(v)) for v in inputs(jnp.float32))
+    # A quantized operand is at most twice its input, so four times these bound the sums of magnitudes.
+    masses = (np.einsum("bthd,hdn->btn", x, w), np.einsum("btn,hdn->bthd", g, w), np.einsum("bthd,btn->hdn", x, g))
+    for want, got, mass, k in zip(*both(recipe, jnp.float32), masses, (48, 33, 40), strict=True):
+        want, got = np.asarray(want), np.asarray(got)
+        assert np.all(np.abs(got - want) <= 2 * tolerances.product_bound(want, 4 * mass, k, "float32"))
+
+
+def test_what_it_does_not_support_is_listed():
+    x, w = jnp.ones((4, 8), jnp.float32), jnp.ones((8, 2), jnp.float32)
+    dims = (((1,), (0,)), ((), ()))
+    with pytest.raises(
+        ValueError, match=r"backend='hopper' does not support recipe 'fp4'.*the device is no H100 or H200"
+    ):
+        fp4jax.dot_general(x, w, dims, recipe=recipes.fp4(), backend="hopper")
+    cases = {
+        "fprop.lhs: scale rule PowerOfTwo": recipes.fp4_release(),
+        "dgrad.lhs=None": recipes.fp4(gradient=None),
+        r"outliers=OCC\(.*scope='vector'": recipes.fp4(scope="vector"),
+    }
+    with kernels.interpret():
+        for reason, recipe in cases.items():
+            with pytest.raises(ValueError, match=reason):
+                fp4jax.dot_general(x, w, dims, recipe=recipe, backend="hopper")
+        with pytest.raises(ValueError, match="lhs is not contracted along its last axes"):
+            fp4jax.dot_general(x.T, w, (((0,), (0,)), ((), ())), recipe=recipes.fp4(), backend="hopper")
+        with pytest.raises(ValueError, match="batch axes"):
+            fp4jax.dot_general(x[None], w[None], (((2,), (1,)), ((0,), (0,))), recipe=recipes.fp4(), backend="hopper")

@@ -1,0 +1,78 @@
+"""Every shipped configuration is lowered for CUDA here, without a GPU: interpret mode takes what lowering rejects."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax._src.pallas.triton import lowering as triton_lowering
+
+import fp4jax
+from fp4jax import kernels
+from fp4jax.kernels import GemmConfig, Wanted, gemm, order_statistics, quantize_rows, quantize_tiles, scaled_matmul
+
+# Pallas on Triton is deprecated in jax 0.11.2, and still the only way to these quantizers.
+pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
+
+E2M1 = fp4jax.QuantSpec(fp4jax.E2M1)
+E5M2 = fp4jax.QuantSpec(fp4jax.E5M2, fp4jax.PerTensor())
+
+
+@pytest.fixture(autouse=True)
+def _verified(monkeypatch):
+    """JAX does not verify the Triton modules it lowers to, and the GPU's compiler then rejects them."""
+    lower = triton_lowering.lower_jaxpr_to_triton_module
+
+    def verified(*args, **kwargs):
+        result = lower(*args, **kwargs)
+        assert result.module.operation.verify()
+        return result
+
+    monkeypatch.setattr(triton_lowering, "lower_jaxpr_to_triton_module", verified)
+
+
+def lower(f, *shapes) -> str:
+    args = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes]
+    with kernels.lowering_for():
+        return jax.jit(f).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def shipped() -> list:
+    cases = []
+    for path in sorted(gemm.TUNED.glob("*.json")):
+        for entry in json.loads(path.read_text())["gemm"]:
+            sizes = entry["m"], entry["n"], entry["k"]
+            cases.append((sizes, entry["out_dtype"], entry["promote"] or None, GemmConfig(**entry["config"])))
+    cases += [((1, 7, 40), out, 256, None) for out in ("bfloat16", "float32")]
+    return [*cases, ((130, 200, 400), "float32", None, None), ((4096, 4096, 4096), "float32", 256, None)]
+
+
+@pytest.mark.parametrize("case", shipped(), ids=str)
+def test_products(case):
+    (m, n, k), out_dtype, promote, config = case
+    text = lower(
+        lambda *a: scaled_matmul(*a, out_dtype=out_dtype, promote=promote, config=config),
+        ((m, k), jnp.float8_e4m3fn), ((n, k), jnp.float8_e5m2), ((m,), jnp.float32), ((n,), jnp.float32),
+    )  # fmt: skip
+    assert "mosaic_gpu" in text
+
+
+@pytest.mark.parametrize("shape", [(16384, 4096), (512, 11008), (129, 127)], ids=str)
+def test_quantizers_and_quantile(shape):
+    m, n = shape
+    x, rows, cols = (shape, jnp.bfloat16), ((m,), jnp.float32), ((n,), jnp.float32)
+    bound, occ = ((), jnp.float32), fp4jax.OCC()
+    texts = [
+        lower(lambda x: quantize_rows(x, E2M1), x),
+        lower(lambda x, r: quantize_rows(x, E2M1, fold=r, transpose=True), x, rows),
+        lower(lambda x, a, b: quantize_rows(x, E2M1, thresholds=(a, b), occ=occ, transpose=True), x, bound, bound),
+        lower(lambda w: quantize_tiles(w, E2M1, (Wanted(1, transposed=True),)), (shape, jnp.float32)),
+        lower(
+            lambda g, r, c: quantize_tiles(g, E5M2, (Wanted(None, c, 1), Wanted(None, r, 0, False, True))),
+            x,
+            rows,
+            cols,
+        ),
+        lower(lambda x: order_statistics(x, (0, 1)), x),
+    ]
+    assert all("triton" in text for text in texts)

@@ -1,0 +1,157 @@
+"""The fused quantizers, interpreted on the CPU, against the reference: every bit of values, transposes and scales."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fp4jax
+from fp4jax import kernels
+from fp4jax.dot.xla import quantize_activation
+from fp4jax.exact import as_float32, multiply
+from fp4jax.kernels import QuantizerConfig, Wanted, quantize_rows, quantize_tiles
+from fp4jax.kernels.quantizer import storage
+from fp4jax.kernels.quantizer_device import divide
+from fp4jax.outliers import thresholds
+
+SMALL = QuantizerConfig(rows=8, cols=32)
+GRADIENT = fp4jax.QuantSpec(fp4jax.E5M2, fp4jax.PerTensor())
+
+
+def same(got, want) -> None:
+    got, want = np.asarray(got), np.asarray(want)
+    assert got.dtype == want.dtype
+    assert got.shape == want.shape
+    unsigned = f"u{got.dtype.itemsize}"
+    np.testing.assert_array_equal(got.view(unsigned), want.view(unsigned))
+
+
+def tensor(shape, dtype, seed=0):
+    """Heavy tails, rows of very different size, and the special rows: zero, tie, NaN, infinity, -0."""
+    rng = np.random.default_rng(seed)
+    spread = 0.0 if dtype == jnp.float16 else 4.0
+    x = rng.standard_t(2, shape) * np.exp(spread * rng.standard_normal((shape[0], 1)))
+    if shape[0] > 8 and shape[1] > 8:
+        x[1] = 0
+        x[2] = np.resize([6, 0.25, -0.25, 2.5, -2.5, 0.75, -0.75, 5, -5], shape[1])
+        x[3, 4], x[4, 2], x[5, 0] = np.nan, -np.inf, -0.0
+    return jnp.asarray(x, jnp.float32).astype(dtype)
+
+
+def held(q, format):
+    return q.values.astype(jnp.float32).astype(storage(format))
+
+
+@pytest.mark.parametrize(
+    ("format", "rounding", "dtype"),
+    [
+        (fp4jax.E2M1, fp4jax.NEAREST_EVEN, jnp.bfloat16),
+        (fp4jax.E2M1, fp4jax.TIES_UP, jnp.float16),
+        (fp4jax.E1M2, fp4jax.TIES_UP, jnp.float32),
+        (fp4jax.E4M3, fp4jax.NEAREST_EVEN, jnp.float32),
+        (fp4jax.E5M2, fp4jax.NEAREST_EVEN, jnp.bfloat16),
+    ],
+    ids=repr,
+)
+def test_rows(format, rounding, dtype):
+    x, spec = tensor((40, 96), dtype), fp4jax.QuantSpec(format, rounding=rounding)
+    want = fp4jax.quantize(x, spec, axis=-1)
+    with kernels.interpret():
+        got = quantize_rows(x, spec, transpose=True, config=SMALL)
+    same(got.values, held(want, format))
+    same(got.transposed, held(want, format).T)
+    same(got.scale, want.scale[:, 0])
+
+
+@pytest.mark.parametrize("shape", [(1, 40), (7, 129), (127, 1)], ids=str)
+def test_odd_sizes_outliers_and_folded_scales(shape):
+    x, spec = tensor(shape, jnp.bfloat16), fp4jax.QuantSpec(fp4jax.E2M1)
+    fold = jnp.asarray(np.random.default_rng(1).uniform(0.1, 3, shape[0]), jnp.float32)
+    want = fp4jax.quantize(multiply(as_float32(x), fold[:, None]), spec, axis=-1)
+    with kernels.interpret():
+        got = quantize_rows(x, spec, fold=fold, config=SMALL)
+    same(got.values, held(want, fp4jax.E2M1))
+    same(got.scale, want.scale[:, 0])
+    assert got.transposed is None
+
+
+@pytest.mark.parametrize(
+    ("compensation", "dtype", "rounding"),
+    [
+        ("residual", jnp.bfloat16, fp4jax.NEAREST_EVEN),
+        ("residual", jnp.float32, fp4jax.TIES_UP),
+        ("none", jnp.bfloat16, fp4jax.NEAREST_EVEN),
+    ],
+    ids=str,
+)
+def test_outliers_are_clamped_and_carried(compensation, dtype, rounding):
+    x = tensor((40, 96), dtype, seed=3)
+    x = jnp.where(jnp.isfinite(x), x, 1)
+    x = x.at[6].set(jnp.inf)  # a row that is not finite does not spoil the others
+    spec, occ = fp4jax.QuantSpec(fp4jax.E2M1, rounding=rounding), fp4jax.OCC(0.9, compensation=compensation)
+    bounds = thresholds(x, occ, (-1,))
+    values, scales, _ = quantize_activation(x, spec, (-1,), occ, None)
+    values = jnp.where(jnp.isnan(values), jnp.float32(0), values)
+    with kernels.interpret():
+        got = quantize_rows(x, spec, thresholds=bounds, occ=occ, transpose=True, config=SMALL)
+    same(got.values, values.astype(jnp.float8_e4m3fn))
+    same(got.transposed, got.values.T)
+    same(got.scale, scales.scale[:, 0])
+
+
+def test_tiles_write_a_gradient_twice_and_a_weight_by_column():
+    shape = (20, 129)
+    x = jnp.where(jnp.isfinite(tensor(shape, jnp.bfloat16)), tensor(shape, jnp.bfloat16), 1)
+    rng = np.random.default_rng(2)
+    rows, cols = (jnp.asarray(rng.uniform(0.1, 3, s), jnp.float32) for s in shape)
+    wanted = (Wanted(None, cols, 1), Wanted(None, rows, 0, plain=False, transposed=True), Wanted(1, transposed=True))
+    with kernels.interpret():
+        first, second, third = quantize_tiles(x, GRADIENT, wanted, config=QuantizerConfig(16, 32))
+    want = fp4jax.quantize(multiply(as_float32(x), cols[None]), GRADIENT, axis=-1)
+    same(first.values, want.values)
+    same(first.scale, want.scale.reshape(()))
+    want = fp4jax.quantize(multiply(as_float32(x), rows[:, None]), GRADIENT, axis=0)
+    same(second.transposed, want.values.T)
+    same(second.scale, want.scale.reshape(()))
+    assert first.transposed is None
+    assert second.values is None
+    want = fp4jax.quantize(x, fp4jax.QuantSpec(fp4jax.E5M2), axis=0)
+    same(third.values, want.values)
+    same(third.transposed, want.values.T)
+    same(third.scale, want.scale[0])
+
+
+@pytest.mark.parametrize("numerator", [6.0, 448.0, 57344.0, 16.0])
+def test_division_rounds_correctly(numerator):
+    exponents = np.arange(30, 220, dtype=np.uint32)[:, None]
+    mantissas = np.random.default_rng(0).integers(0, 2**23, 500, dtype=np.uint32)
+    edges = np.array([0, 1, 2**22, 2**22 + 1, 2**23 - 1], np.uint32)
+    x = (exponents << 23 | np.concatenate([mantissas, edges])).view(np.float32)
+    same(jax.jit(lambda a: divide(numerator, a))(x), np.float32(numerator) / x)
+
+
+def test_empty():
+    for shape in ((0, 16), (16, 0)):
+        got = quantize_rows(jnp.zeros(shape, jnp.float32), fp4jax.QuantSpec(fp4jax.E2M1), transpose=True)
+        assert got.values.shape == shape
+        assert got.transposed.shape == shape[::-1]
+        assert got.scale.tolist() == [1.0] * shape[0]
+
+
+def test_errors_say_what_is_not_supported():
+    x = jnp.zeros((8, 16), jnp.float32)
+    with pytest.raises(ValueError, match="the kernels do not support rounding STOCHASTIC"):
+        quantize_rows(x, fp4jax.QuantSpec(fp4jax.E2M1, rounding=fp4jax.STOCHASTIC))
+    with pytest.raises(ValueError, match=r"granularity PerBlock\(size=16\)"):
+        quantize_rows(x, fp4jax.QuantSpec(fp4jax.E2M1, fp4jax.PerBlock(16)))
+    with pytest.raises(ValueError, match="format E3M0, which has no mantissa"):
+        quantize_rows(x, fp4jax.QuantSpec(fp4jax.E3M0))
+    with pytest.raises(
+        TypeError, match=r"x is int32\[8, 16\]; the quantizers take float32, bfloat16 or float16 matrices"
+    ):
+        quantize_tiles(x.astype(jnp.int32), GRADIENT, (Wanted(None),))
+    with pytest.raises(ValueError, match="rows=24 must be a power of two"):
+        QuantizerConfig(rows=24, cols=32)
+    occ = fp4jax.OCC(0.9, scope="vector")
+    with pytest.raises(ValueError, match="the kernels take OCC of scope 'tensor' that is not 'sparse'"):
+        quantize_rows(x, fp4jax.QuantSpec(fp4jax.E2M1), thresholds=(jnp.float32(0), jnp.float32(0)), occ=occ)
