@@ -42,6 +42,9 @@ def main(arguments: Arguments | None = None) -> int:
         0
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # an α on a terminal without one is a question mark, not a crash
     console = Console()
     if not console.is_terminal:
         console = Console(width=WIDTH)

@@ -3,6 +3,7 @@
 import ast
 import dataclasses
 import inspect
+import os
 import re
 import subprocess
 import sys
@@ -74,6 +75,15 @@ def test_recipes_fit_a_hundred_columns(capsys):
     assert max(map(len, output.splitlines())) <= 100
     assert "fp4_direct" in output
     assert "alpha=0.99" in output
+
+
+def test_a_terminal_without_greek_gets_question_marks():
+    script = "import sys; from fp4jax.cli import main; sys.exit(main(['recipes']))"
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, env=environment, timeout=120)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert b"fp4_direct" in done.stdout
+    assert done.stdout.isascii()
 
 
 @pytest.mark.parametrize(

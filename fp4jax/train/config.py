@@ -163,8 +163,8 @@ class Settings:
         """
         preset = PRESETS[check_choice("model", self.model.model, PRESETS)]
         loop = _filled(self.loop, preset)
-        if self.loop.eval_every is None and loop.steps:
-            loop = dataclasses.replace(loop, eval_every=max(1, min(preset.eval_every, loop.steps // 10)))
+        if self.loop.eval_every is None and self.loop.steps is not None:
+            loop = dataclasses.replace(loop, eval_every=max(1, min(preset.eval_every, self.loop.steps // 10)))
         settings = dataclasses.replace(self, loop=loop, optimizer=_filled(self.optimizer, preset))
         _check(settings)
         return settings

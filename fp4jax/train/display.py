@@ -73,7 +73,8 @@ class Display:
 
     def _notify(self, progress: Progress, event: str) -> None:
         now = time.monotonic()
-        if self._live or (not event and now - self._last_line < LINE_EVERY):
+        due = progress.status == "training" and now - self._last_line >= LINE_EVERY
+        if self._live or not (event or due):
             return
         self._last_line = now
         width = max(len(label) for label in self.progress)

@@ -7,7 +7,7 @@ from rich.console import Console
 
 from fp4jax.train.arm import Arm, Text
 from fp4jax.train.checkpoint import Checkpointer
-from fp4jax.train.config import TrainConfig
+from fp4jax.train.config import TrainConfig, to_json
 from fp4jax.train.display import Display, number
 from fp4jax.train.loop import Result, Saving, StopSignal, train_arm
 from fp4jax.train.metrics import MetricsLog
@@ -59,7 +59,8 @@ def train(config: TrainConfig, console: Console) -> tuple[Path, Result]:
         else:
             state, _ = checkpointer.restore(arm.abstract_state, start)
             console.print(f"resumed after step {start}", highlight=False)
-        saving = Saving(checkpointer, options.save_every or max(1, plan.steps // 10))
+        metadata = {"settings": to_json(config), "corpus": text.fingerprint}
+        saving = Saving(checkpointer, options.save_every or max(1, plan.steps // 10), metadata)
         with (
             MetricsLog(folder, tensorboard=plan.tensorboard, resume_at=start) as log,
             Display(console, [config.recipe], plan.steps) as display,

@@ -3,8 +3,9 @@
 import collections
 import dataclasses
 import signal
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Self
@@ -49,6 +50,8 @@ class StopSignal:
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
+        if threading.current_thread() is not threading.main_thread():
+            return self  # signals go to the main thread, and only it may say what they do
         for number in (signal.SIGINT, signal.SIGTERM):
             self._previous[number] = signal.signal(number, self._request)
         return self
@@ -116,10 +119,11 @@ class Result:
 
 @dataclasses.dataclass(frozen=True)
 class Saving:
-    """When to save, and where to."""
+    """When to save, where to, and what to write beside the state."""
 
     checkpointer: Checkpointer
     every: int
+    metadata: Mapping[str, Any]
 
 
 def train_arm(
@@ -249,7 +253,7 @@ class _Run:
         self._pause()
         self._flush()
         self.progress.set("saving", step)
-        self.saving.checkpointer.save(step, state)
+        self.saving.checkpointer.save(step, state, self.saving.metadata)
         self.saved_step = step
         self.watch.start()
 

@@ -45,7 +45,10 @@ def open_run(config: Settings, command: str, *, out: Path | None, fingerprint: s
             raise ConfigError(f"out={str(out)!r} is not empty: {hint}")
         _check_same(out, record)
         return out
-    out.mkdir(parents=True, exist_ok=True)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"cannot create out={str(out)!r}: {error.strerror}") from error
     (out / CONFIG).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
     return out
 

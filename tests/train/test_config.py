@@ -40,6 +40,7 @@ def test_presets_fill_what_is_left_open(name):
         preset.seq_len,
     )
     assert settings.optimizer.learning_rate == preset.learning_rate
+    assert settings.plan.eval_every == preset.eval_every
     assert settings.resolved() == settings
 
 
@@ -186,6 +187,13 @@ def test_a_run_takes_an_empty_folder_and_records_its_settings(tmp_path):
     with pytest.raises(ConfigError, match=r"run' is not empty: give another, or add --resume to go on with it"):
         open_run(config, "train", out=out, fingerprint="abc")
     assert open_run(config, "train", out=out, fingerprint="abc", resume=True) == out
+
+
+def test_a_folder_that_cannot_be_made_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    config = train_config((Path("a.txt"),)).resolved()
+    with pytest.raises(ConfigError, match=r"cannot create out='.*file/run': Not a directory"):
+        open_run(config, "train", out=tmp_path / "file" / "run", fingerprint="abc")
 
 
 def test_a_run_without_a_name_gets_one(tmp_path, monkeypatch):

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 
 import jax
 import numpy as np
@@ -82,7 +83,10 @@ def final_state(folder, recipe: str, paths):
     config = train_config(paths, folder).resolved()
     arm = Arm(config, recipe, (0,), Text.load(config.data))
     with Checkpointer(folder / CHECKPOINTS) as checkpointer:
-        return checkpointer.restore(arm.abstract_state, STEPS)[0]
+        state, metadata = checkpointer.restore(arm.abstract_state, STEPS)
+    assert metadata == {"settings": metadata["settings"], "corpus": arm.text.fingerprint}
+    assert metadata["settings"]["recipe"] == recipe
+    return state
 
 
 def measured(folder) -> list[dict]:
@@ -256,6 +260,19 @@ def test_only_the_first_signal_waits():
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
+def test_in_a_thread_signals_are_left_alone():
+    before, inside = signal.getsignal(signal.SIGINT), []
+
+    def work():
+        with StopSignal() as stop:
+            inside.append((stop.requested, signal.getsignal(signal.SIGINT)))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert inside == [(False, before)]
+
+
 def test_the_stopwatch_counts_training_alone(monkeypatch):
     now = iter([0.0, 2.0, 10.0, 11.0, 11.0])
     monkeypatch.setattr("time.perf_counter", lambda: next(now))
@@ -285,6 +302,17 @@ def test_lines_replace_the_table_where_there_is_no_terminal():
         "fp4  step  6/10  loss 2.500  validation 2.250  1,234 tokens/s  1 skipped",
         "fp4  step 10/10  loss 2.500  validation 2.250  1,234 tokens/s  1 skipped  done",
     ]
+
+
+def test_a_line_now_and_then_but_not_while_something_else_goes_on(monkeypatch):
+    now = iter([0.0, 20.0, 40.0, 60.0])
+    monkeypatch.setattr("time.monotonic", lambda: next(now))
+    console = quiet()
+    with Display(console, ["fp4"], steps=10) as display:
+        progress = display.progress["fp4"]
+        for status in ("training", "validating", "saving"):
+            progress.set(status, 5)
+    assert console.file.getvalue().splitlines() == ["fp4  step  5/10  loss –  – tokens/s"]
 
 
 def test_a_terminal_gets_a_live_table():
