@@ -142,7 +142,7 @@ def fake_quant(x: Array, spec: QuantSpec, *, axis: Axis, estimator: Estimator = 
     Example:
         >>> import fp4jax, jax, jax.numpy as jnp
         >>> f = lambda x: fp4jax.fake_quant(x, fp4jax.QuantSpec(fp4jax.E2M1), axis=-1, estimator=fp4jax.DGE()).sum()
-        >>> jax.grad(f)(jnp.array([6.0, 0.25, 1.0])).round(3).tolist()
+        >>> jax.grad(f)(jnp.array([6.0, 0.25, 1.0])).tolist()
         [0.20000000298023224, 3.0, 0.20000000298023224]
     """
     x = jnp.asarray(x)

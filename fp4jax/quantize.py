@@ -12,7 +12,7 @@ from fp4jax.exact import as_float32, magnitude, multiply
 from fp4jax.formats import FloatFormat
 from fp4jax.rounding import NEAREST_EVEN, Rounding
 from fp4jax.scaling import AbsMax, Granularity, PerVector, ScaleRule, Scales, TwoLevel, manual_axes, normalize_axis
-from fp4jax.typing import Array, Axis, Key
+from fp4jax.typing import Array, Axis, AxisName, Key
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,8 +55,7 @@ class QuantSpec:
         return self.rounding.needs_key
 
     def __repr__(self) -> str:
-        granularity = repr(self.granularity).replace("axis_name=None", "")
-        return f"{self.format!r} {granularity} {self.scale!r} {self.rounding!r}"
+        return f"{self.format!r} {self.granularity!r} {self.scale!r} {self.rounding!r}"
 
 
 @functools.partial(
@@ -116,8 +115,14 @@ class QTensor:
 
 def find_scales(x: Array, spec: QuantSpec, axis: tuple[int, ...]) -> Scales:
     """Scales of the blocks of float32 ``x``."""
-    names = manual_axes(x) if isinstance(spec.scale, TwoLevel) else ()
-    return spec.scale(spec.granularity.reduce_max(magnitude(x), axis), spec.format, names)
+    return spec.scale(spec.granularity.reduce_max(magnitude(x), axis), spec.format, tensor_axes(x, spec))
+
+
+def tensor_axes(x: Array, spec: QuantSpec) -> tuple[AxisName, ...]:
+    """The manual mesh axes over which an outer scale is shared: those of the granularity, else those x varies over."""
+    if not isinstance(spec.scale, TwoLevel):
+        return ()
+    return manual_axes(x) if spec.granularity.axis_name is None else spec.granularity.named_axes
 
 
 def scaled_input(x: Array, scales: Scales, spec: QuantSpec, axis: tuple[int, ...]) -> Array:

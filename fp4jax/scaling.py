@@ -25,6 +25,7 @@ import numpy as np
 from jax import lax
 
 from fp4jax.blocks import flatten, split, spread, unflatten
+from fp4jax.exact import divide
 from fp4jax.formats import E4M3, E8M0, FloatFormat
 from fp4jax.rounding import NEAREST_EVEN
 from fp4jax.typing import Array, Axis, AxisName
@@ -94,16 +95,22 @@ class Granularity(abc.ABC):
         """Whether a scale is constant along the contraction, so that it may be applied after the product."""
         return True
 
+    def __repr__(self) -> str:
+        fields = vars(self).items()
+        return f"{type(self).__name__}({', '.join(f'{k}={v!r}' for k, v in fields if v is not None)})"
+
     def _over_devices(self, amax: Array, names: tuple[AxisName, ...]) -> Array:
         return lax.pmax(amax, names) if names else amax
 
-    def _named_axes(self) -> tuple[AxisName, ...]:
+    @property
+    def named_axes(self) -> tuple[AxisName, ...]:
+        """``axis_name`` as a tuple; empty if it is None."""
         if self.axis_name is None:
             return ()
         return self.axis_name if isinstance(self.axis_name, tuple) else (self.axis_name,)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class PerTensor(Granularity):
     """One scale a tensor; scale shape [1, …, 1].
 
@@ -114,14 +121,14 @@ class PerTensor(Granularity):
     axis_name: AxisName | None = None
 
     def reduce_max(self, magnitudes, axis):
-        names = self._named_axes() if self.axis_name is not None else manual_axes(magnitudes)
+        names = self.named_axes if self.axis_name is not None else manual_axes(magnitudes)
         return self._over_devices(jnp.max(magnitudes, keepdims=True, initial=0), names)
 
     def expand(self, blocks, shape, axis):
         return blocks
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class PerVector(Granularity):
     """One scale for each vector along the contraction axis: token-wise for activations [m, k], output-channel-wise for
     weights [k, n]; scale shape: that of the tensor with the contraction axes 1.
@@ -132,13 +139,13 @@ class PerVector(Granularity):
     axis_name: AxisName | None = None
 
     def reduce_max(self, magnitudes, axis):
-        return self._over_devices(jnp.max(magnitudes, axis=axis, keepdims=True, initial=0), self._named_axes())
+        return self._over_devices(jnp.max(magnitudes, axis=axis, keepdims=True, initial=0), self.named_axes)
 
     def expand(self, blocks, shape, axis):
         return blocks
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class PerBlock(Granularity):
     """One scale for each ``size`` values along the contraction axis; the last block may be short.
 
@@ -151,6 +158,7 @@ class PerBlock(Granularity):
     """
 
     size: int
+    axis_name: AxisName | None = None
 
     def __post_init__(self):
         _check_positive(self, size=self.size)
@@ -173,7 +181,7 @@ class PerBlock(Granularity):
         return jnp.moveaxis(unflatten(spread_out, sizes), range(-len(axis), 0), axis)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class PerBlock2D(Granularity):
     """One scale for each ``rows`` × ``cols`` patch: rows along the contraction axis, cols along the other matrix axis
     (the last axis that is not contracted); patches at the ends may be short.
@@ -187,6 +195,7 @@ class PerBlock2D(Granularity):
 
     rows: int
     cols: int
+    axis_name: AxisName | None = None
 
     def __post_init__(self):
         _check_positive(self, rows=self.rows, cols=self.cols)
@@ -276,14 +285,12 @@ def _replace(value: Array, amax: Array, zero: float, nonfinite: float) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class AbsMax(ScaleRule):
-    """float32 scale amax / M: the largest value of a block lands on ±M (arXiv:2501.17116, Eq. 1, with γ = 1 /
-    scale).
-    """
+    """float32 scale amax / M: the largest value of a block lands on ±M (arXiv:2501.17116, Eq. 1: γ = 1 / scale)."""
 
     def __call__(self, amax, format, names=()):
         clamped = _clamp(amax, format)
         scale = clamped * jnp.float32(1.0 / format.max)
-        reciprocal = jnp.float32(format.max) / clamped
+        reciprocal = divide(jnp.full_like(clamped, format.max), clamped)
         return Scales(_replace(scale, amax, 1, np.nan), None, _replace(reciprocal, amax, 1, np.nan))
 
 
@@ -363,11 +370,13 @@ class TwoLevel(ScaleRule):
         floor = jnp.maximum(tensor, jnp.float32(total * 2.0**-116))
         empty = tensor == 0
         outer = jnp.where(empty, jnp.float32(1), floor * jnp.float32(1.0 / total))
-        inverse = jnp.where(empty, jnp.float32(1), jnp.float32(total) / floor)
+        inverse = jnp.where(empty, jnp.float32(1), divide(jnp.full_like(floor, total), floor))
         wanted = (amax * jnp.float32(1.0 / format.max)) * inverse
         block = jnp.maximum(NEAREST_EVEN(wanted, E4M3), jnp.float32(E4M3.grid[E4M3.grid > 0][0]))
-        block = _replace(block, amax, 1, np.nan)
-        return Scales(block.astype(E4M3.storage_dtype), outer, inverse / block)
+        block = jnp.where(amax == 0, jnp.float32(1), block)
+        reciprocal = divide(jnp.broadcast_to(inverse, block.shape), block)
+        block, reciprocal = (jnp.where(finite, v, jnp.float32(np.nan)) for v in (block, reciprocal))
+        return Scales(block.astype(E4M3.storage_dtype), outer, reciprocal)
 
     def decode(self, scale, outer_scale):
         block = scale.astype(jnp.float32)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import fp4jax
-from fp4jax.exact import as_float32, magnitude, multiply
+from fp4jax.exact import as_float32, divide, magnitude, multiply
 from fp4jax.scaling import normalize_axis
 
 MESH = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -118,3 +118,12 @@ def test_a_split_contraction_axis_is_named_on_the_vector():
     split = jax.P(None, "data")
     inside = jax.shard_map(f, mesh=MESH, in_specs=split, out_specs=split)(x)
     np.testing.assert_array_equal(inside, fp4jax.quantize(x, spec(None), axis=-1).dequantize())
+
+
+def test_division_is_that_of_ieee():
+    rng = np.random.default_rng(0)
+    a = np.asarray([0.5, 3.5, 6, 16, 448, 2688, 57344], np.float32)[rng.integers(0, 7, 100_000)]
+    b = np.ldexp(rng.uniform(1, 2, 100_000), rng.integers(-100, 100, 100_000)).astype(np.float32)
+    b[:64] = np.nextafter(np.float32(1), np.float32(rng.uniform(0, 2, 64)))
+    for f in (divide, jax.jit(divide)):
+        np.testing.assert_array_equal(f(jnp.asarray(a), jnp.asarray(b)), a / b)

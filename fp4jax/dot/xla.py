@@ -20,11 +20,11 @@ from fp4jax.dot.geometry import restore, scale_to_result
 from fp4jax.exact import as_float32, magnitude, multiply
 from fp4jax.formats import E4M3, FloatFormat
 from fp4jax.outliers import OCC, clip, thresholds
-from fp4jax.quantize import QuantSpec, find_scales, grid_values, scaled_input
+from fp4jax.quantize import QuantSpec, find_scales, grid_values, scaled_input, tensor_axes
 from fp4jax.recipe import Operand as RecipeOperand
 from fp4jax.recipe import Recipe, Reuse
 from fp4jax.rounding import NEAREST_EVEN
-from fp4jax.scaling import Scales, TwoLevel, manual_axes
+from fp4jax.scaling import Scales
 from fp4jax.typing import Array, DimensionNumbers, Key
 
 LHS_NAME, RHS_NAME = "fp4jax_lhs", "fp4jax_rhs"  # names of the quantized residuals, for remat policies
@@ -100,8 +100,7 @@ def quantize_activation(
     if carrier is not None:
         amax = jnp.maximum(amax, whole * jnp.float32(spec.format.max / carrier.max))
     amax = jnp.where(jnp.isfinite(whole), amax, jnp.float32(np.nan))
-    names = manual_axes(value) if isinstance(spec.scale, TwoLevel) else ()
-    scales = spec.scale(amax, spec.format, names)
+    scales = spec.scale(amax, spec.format, tensor_axes(value, spec))
     values = grid_values(clamped, scales, spec, axis, key)
     if occ.compensation == "residual":
         moved = multiply(delta, spec.granularity.expand(scales.reciprocal, x.shape, axis))

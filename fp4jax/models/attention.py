@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from fp4jax.models.configs import LlamaConfig
-from fp4jax.models.parts import linear
+from fp4jax.models.parts import linear, rows
 from fp4jax.recipe import Recipe
 
 
@@ -84,11 +84,12 @@ class Attention(nnx.Module):
         """x [b, t, d] -> [b, t, d]."""
         config = self.config
         heads = (*x.shape[:-1], -1, config.head_dim)
+        tokens = rows(x)
         encoded = jax.nn.dot_product_attention(
-            apply_rope(self.query(x).reshape(heads), cos, sin),
-            apply_rope(self.key(x).reshape(heads), cos, sin),
-            self.value(x).reshape(heads),
+            apply_rope(self.query(tokens).reshape(heads), cos, sin),
+            apply_rope(self.key(tokens).reshape(heads), cos, sin),
+            self.value(tokens).reshape(heads),
             is_causal=True,
             implementation=attention_implementation(config),
         )
-        return self.output(encoded.reshape(*x.shape[:-1], -1))
+        return self.output(encoded.reshape(len(tokens), -1)).reshape(x.shape)

@@ -10,7 +10,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from fp4jax.models.configs import LlamaConfig
-from fp4jax.models.parts import axis_names, fold_path
+from fp4jax.models.parts import axis_names, fold_path, rows
 from fp4jax.nn.product import product
 from fp4jax.recipe import Recipe
 
@@ -38,8 +38,9 @@ class Head(nnx.Module):
     def __call__(self, x: jax.Array, table: jax.Array) -> jax.Array:
         """x [..., d], table [v, d] (used if tied) -> float32 logits [..., v]."""
         weight, axis = (table, 1) if self.kernel is None else (self.kernel[...], 0)
-        numbers = (((x.ndim - 1,), (axis,)), ((), ()))
-        return self.dot_general(x, weight, numbers, preferred_element_type=jnp.float32)
+        numbers = (((1,), (axis,)), ((), ()))
+        logits = self.dot_general(rows(x), weight, numbers, preferred_element_type=jnp.float32)
+        return logits.reshape(*x.shape[:-1], -1)
 
 
 def wide_dot_general(

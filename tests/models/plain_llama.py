@@ -13,7 +13,8 @@ def plain_llama(config, params, tokens):
     def dense(kernel, x, **options):
         layer = nnx.Linear(*kernel.shape, use_bias=False, dtype=dtype, rngs=nnx.Rngs(0), **options)
         layer.kernel[...] = kernel
-        return layer(x)
+        # One token axis, as the model has it: the order in which a kernel's gradient is summed depends on it.
+        return layer(x.reshape(-1, x.shape[-1])).reshape(*x.shape[:-1], -1)
 
     def norm(scale, x):
         layer = nnx.RMSNorm(x.shape[-1], epsilon=config.norm_eps, dtype=jnp.float32, rngs=nnx.Rngs(0))
@@ -45,8 +46,10 @@ def plain_llama(config, params, tokens):
     x = norm(params["norm"]["scale"], x)
     # Float32 logits whose gradient is that of stock bfloat16 logits. The difference of the two is exact.
     if config.tie_embeddings:
-        table, numbers = params["embed"]["embedding"].astype(dtype), (((2,), (1,)), ((), ()))
-        narrow, wide = (jax.lax.dot_general(x, table, numbers, preferred_element_type=t) for t in (dtype, jnp.float32))
+        table, numbers = params["embed"]["embedding"].astype(dtype), (((1,), (1,)), ((), ()))
+        x = x.reshape(b * t, -1)
+        narrow, wide = (jax.lax.dot_general(x, table, numbers, preferred_element_type=p) for p in (dtype, jnp.float32))
+        narrow, wide = narrow.reshape(b, t, -1), wide.reshape(b, t, -1)
     else:
         narrow, wide = (dense(params["head"]["kernel"], x, preferred_element_type=t) for t in (dtype, jnp.float32))
     return narrow.astype(jnp.float32) + jax.lax.stop_gradient(wide - narrow.astype(jnp.float32))
