@@ -26,8 +26,8 @@ F32, BF16, F16 = np.float32, ml_dtypes.bfloat16, np.float16
 MATMUL = (((1,), (0,)), ((), ()))
 BATCH = (((2,), (1,)), ((0,), (0,)))
 
-# The recipes that also run the rarer products, and eagerly, which compiles every primitive by itself.
-THOROUGH = ("fp4", "fp4_direct")
+# The recipe that also runs the rarer products, and eagerly, which compiles every primitive by itself.
+THOROUGH = ("fp4",)
 
 # name: (lhs shape, rhs shape, dimension numbers)
 PRODUCTS = {
@@ -88,7 +88,7 @@ def assert_equals_model(recipe, name, dtypes):
         assert_same_bits(got[0], model.pinned_y.astype(out_dtype), "y of an exact sum")
 
 
-# Axes are handled by one code for all recipes, so the rarer products need only two of them.
+# Axes are handled by one code for all recipes, so the rarer products need only one of them.
 EVERYWHERE = ("odd", "1x1x1", "empty m", "batch", "everything permuted")
 CASES = [(name, product) for name in RECIPES for product in PRODUCTS if product in EVERYWHERE or name in THOROUGH]
 
@@ -149,8 +149,10 @@ COMBINATIONS = {
 
 @pytest.mark.parametrize("name", COMBINATIONS)
 def test_any_combination_of_parts_equals_the_model(name):
-    assert_equals_model(COMBINATIONS[name], "odd", (F32, F32))
-    assert_equals_model(COMBINATIONS[name], "odd", (BF16, F32))
+    recipe = COMBINATIONS[name]
+    assert_equals_model(recipe, "odd", (F32, F32))
+    if None in recipe.specs.values():  # what stays in high precision takes the dtype of the activation
+        assert_equals_model(recipe, "odd", (BF16, F32))
 
 
 # --- what is bit-equal ------------------------------------------------------------------------------------------------
@@ -173,22 +175,26 @@ def test_operands_are_those_of_the_oracle_bit_for_bit(name):
     heavy = rng.standard_t(3, (24, 16)).astype(F32)
     heavy[3, 5] = 1e4  # beyond 448/6 of its row, so the floor under amax shows
     ties = np.tile([6, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5, -6, -0.25, -0.75, -1.25, -1.75, -2.5, -3.5, -5], (24, 1))
-    for x in (heavy, ties.astype(F32), ties.astype(F32) * F32(3.5 / 6)):
-        if recipe.fprop.lhs is not None:
-            alone = dataclasses.replace(recipe, fprop=fp4jax.Gemm(recipe.fprop.lhs), dgrad=high, wgrad=high)
-            y = jax.jit(plain(alone))(x, np.eye(16, dtype=F32))
-            assert_same_values(y, oracle.quantize_activation(x, recipe.fprop.lhs, recipe.outliers, -1).dequantized, "X")
-        if recipe.fprop.rhs is not None:
-            fprop = fp4jax.Gemm(None, recipe.fprop.rhs)
-            alone = dataclasses.replace(recipe, fprop=fprop, dgrad=high, wgrad=high, outliers=None)
-            y = jax.jit(plain(alone))(np.eye(16, dtype=F32), x.T)
-            assert_same_values(y, oracle.quantize(x.T, recipe.fprop.rhs, 0).dequantized, "W")
+    samples = (heavy, ties.astype(F32), ties.astype(F32) * F32(3.5 / 6))
+    if recipe.fprop.lhs is not None:
+        alone = dataclasses.replace(recipe, fprop=fp4jax.Gemm(recipe.fprop.lhs), dgrad=high, wgrad=high)
+        show = jax.jit(plain(alone))
+        for x in samples:
+            q = oracle.quantize_activation(x, recipe.fprop.lhs, recipe.outliers, -1)
+            assert_same_values(show(x, np.eye(16, dtype=F32)), q.dequantized, "X")
+    if recipe.fprop.rhs is not None:
+        fprop = fp4jax.Gemm(None, recipe.fprop.rhs)
+        show = jax.jit(plain(dataclasses.replace(recipe, fprop=fprop, dgrad=high, wgrad=high, outliers=None)))
+        for x in samples:
+            q = oracle.quantize(x.T, recipe.fprop.rhs, 0)
+            assert_same_values(show(np.eye(16, dtype=F32), x.T), q.dequantized, "W")
     if recipe.dgrad != fp4jax.Gemm(recipe.dgrad.lhs, fp4jax.REUSE) or recipe.wgrad.lhs is not fp4jax.REUSE:
         return  # only a reused operand is folded
     square, dy = rng.normal(size=(16, 16)).astype(F32), rng.normal(size=(16, 16)).astype(F32)
     diagonal = np.diag(np.diag(square))
-    _, dlhs, _ = jax.jit(functools.partial(value_and_gradients, recipe, MATMUL))(square, diagonal, dy)
-    _, _, drhs = jax.jit(functools.partial(value_and_gradients, recipe, MATMUL))(diagonal, square, dy)
+    gradients = jax.jit(functools.partial(value_and_gradients, recipe, MATMUL))
+    _, dlhs, _ = gradients(square, diagonal, dy)
+    _, _, drhs = gradients(diagonal, square, dy)
     wq = oracle.quantize(diagonal, recipe.fprop.rhs, 0)
     g = oracle.quantize(dy * wq.scale[0], recipe.dgrad.lhs, 1)
     assert_same_values(dlhs, g.values * np.diag(wq.values) * g.scale, "dY · sw")
@@ -233,9 +239,9 @@ def test_jit_vmap_scan_and_remat_give_the_same_bits(name):
     """Per example, the order of every sum is the same: y, dlhs and drhs agree bit for bit."""
     recipe = RECIPES[name]()
     rng = np.random.default_rng(5)
-    lhs = jnp.asarray(rng.standard_t(3, (3, 16, 48)), jnp.bfloat16)
+    lhs = jnp.asarray(rng.standard_t(3, (2, 16, 48)), jnp.bfloat16)
     rhs = jnp.asarray(rng.normal(size=(48, 24)), jnp.float32)
-    dy = jnp.asarray(rng.normal(size=(3, 16, 24)), jnp.bfloat16)
+    dy = jnp.asarray(rng.normal(size=(2, 16, 24)), jnp.bfloat16)
     f = functools.partial(value_and_gradients_of, plain(recipe))
     remat = functools.partial(value_and_gradients_of, jax.checkpoint(plain(recipe)))  # what the scan repeats
 
