@@ -1,5 +1,6 @@
 """An arm of an experiment: one recipe with one seed, or several side by side, compiled and ready to train."""
 
+import copy
 import dataclasses
 import functools
 from collections.abc import Generator, Mapping
@@ -138,15 +139,30 @@ class Arm:
         # jax_debug_nans runs a step again, one operation at a time, and needs its arguments for it.
         self.train_step = compile_(step, donate_argnums=() if jax.config.jax_debug_nans else 0)
         self._validate = compile_(validate)
-        processes = {"process_index": self.placement.process_index, "process_count": self.placement.process_count}
-        self._batches = [Batches(text.split.train, plan.seq_len, plan.batch_size, seed, **processes) for seed in seeds]
+        self._processes = {
+            "process_index": self.placement.process_index,
+            "process_count": self.placement.process_count,
+        }
+        self._batches = self._sampled(seeds)
         self._validation = validation_batches(
             text.split.validation,
             plan.seq_len,
             plan.batch_size // plan.accumulate,
             limit=plan.eval_batches or None,
-            **processes,
+            **self._processes,
         )
+
+    def reseeded(self, seeds: tuple[int, ...]) -> Self:
+        """The same compiled functions with as many other seeds.
+
+        Raises:
+            ValueError: more seeds, or fewer.
+        """
+        if len(seeds) != len(self.seeds):
+            raise ValueError(f"seeds={seeds} must be as many as the arm's own, {self.seeds}")
+        other = copy.copy(self)
+        other.seeds, other._batches = seeds, self._sampled(seeds)
+        return other
 
     @property
     def num_parameters(self) -> int:
@@ -188,6 +204,10 @@ class Arm:
         """Sum over batches, [S, sources] float64."""
         arrays = jax.device_get([entry[name] for entry in sums])
         return np.sum(arrays, axis=0, dtype=np.float64).reshape(len(self.seeds), -1)
+
+    def _sampled(self, seeds: tuple[int, ...]) -> list[Batches]:
+        plan, train = self.plan, self.text.split.train
+        return [Batches(train, plan.seq_len, plan.batch_size, seed, **self._processes) for seed in seeds]
 
     def _seeds(self) -> jax.Array:
         seeds = jnp.asarray(self.seeds, jnp.uint32)

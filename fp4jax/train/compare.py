@@ -45,7 +45,8 @@ def compare(config: CompareConfig, console: Console) -> tuple[Path, list[Summary
     text = Text.load(config.data)
     side_by_side = jax.default_backend() == "gpu" if config.side_by_side is None else config.side_by_side
     groups = [config.seeds] if side_by_side else [(seed,) for seed in config.seeds]
-    arms = {(recipe, seeds): Arm(config, recipe, seeds, text) for recipe in config.recipes for seeds in groups}
+    compiled = {recipe: Arm(config, recipe, groups[0], text) for recipe in config.recipes}
+    arms = {(recipe, seeds): compiled[recipe].reseeded(seeds) for recipe in config.recipes for seeds in groups}
     first = next(iter(arms.values()))
     folder = open_run(config, "compare", out=config.out, fingerprint=text.fingerprint)
     console.print(describe(first, folder), highlight=False, soft_wrap=True)

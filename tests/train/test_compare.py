@@ -123,6 +123,7 @@ def test_seeds_side_by_side_give_the_same_numbers(seeds):
         )
         np.testing.assert_allclose(together, alone, rtol=1e-2)
     (alone,), (together,) = (seeds[way][1] for way in (False, True))
+    assert alone.losses[0] != alone.losses[1]
     assert together.losses[0] != together.losses[1]
     np.testing.assert_allclose(together.losses, alone.losses, rtol=1e-2)
 
@@ -257,13 +258,21 @@ def test_the_recipe_table_tells_what_is_quantized_again():
     assert gradient == "high precision"
 
 
-def test_the_arms_of_a_comparison_share_the_batches(paths):
-    config = compare_config(paths, seeds=(2,)).resolved()
+def test_arms_share_batches_over_recipes_and_programs_over_seeds(paths):
+    config = compare_config(paths).resolved()
     text = Text.load(config.data)
-    one, two = (Arm(config, recipe, (2,), text).batches(1) for recipe in ("bf16", "fp4"))
-    np.testing.assert_array_equal(next(one), next(two))
-    one.close()
-    two.close()
+    arms = [Arm(config, recipe, (2,), text) for recipe in ("bf16", "fp4")]
+    arms.append(arms[0].reseeded((3,)))
+    readers = [arm.batches(1) for arm in arms]
+    bf16, fp4, other = (next(reader) for reader in readers)
+    for reader in readers:
+        reader.close()
+    np.testing.assert_array_equal(bf16, fp4)
+    assert not np.array_equal(bf16, other)
+    assert arms[2].train_step is arms[0].train_step
+    assert arms[2].label == "bf16"
+    with pytest.raises(ValueError, match=r"seeds=\(1, 2\) must be as many as the arm's own, \(2,\)"):
+        arms[0].reseeded((1, 2))
 
 
 def test_summaries_of_one_seed_have_no_spread():

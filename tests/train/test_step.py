@@ -172,7 +172,7 @@ def test_accumulated_microbatches_equal_one_batch():
 
 def test_a_bad_microbatch_skips_the_whole_step():
     init, step = programs("noisy", accumulate=2)
-    bad = tokens(0)
+    bad = tokens(0, rows=8)
     bad[3, 0] = VOCABULARY
     start = init(0)
     state, _ = step(copied(start), bad)
@@ -208,10 +208,10 @@ def test_microbatches_draw_different_noise():
     """Two microbatches of the same rows: with the same noise, their mean would be the loss of one of them."""
     init, step = programs("noisy", accumulate=2)
     _, alone = programs("noisy")
-    row = tokens(0, rows=1)
+    rows = tokens(0)
     state = init(0)
-    at = [float(alone(dataclasses.replace(copied(state), step=jnp.int32(n)), row)[1]["loss"]) for n in (0, 1)]
-    both = float(step(copied(state), np.repeat(row, 2, axis=0))[1]["loss"])
+    at = [float(alone(dataclasses.replace(copied(state), step=jnp.int32(n)), rows)[1]["loss"]) for n in (0, 1)]
+    both = float(step(copied(state), np.repeat(rows, 2, axis=0))[1]["loss"])
     assert at[0] != at[1]
     assert both == pytest.approx(np.mean(at), abs=1e-6)
 
