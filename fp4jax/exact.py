@@ -33,7 +33,7 @@ def as_float32(x: Array) -> Array:
 def magnitude(x: Array) -> Array:
     """|x| to take a maximum of: NaN becomes infinity, and a subnormal 2⁻¹²⁶.
 
-    XLA's CPU code drops NaN from a maximum of 4,096 values or more (jax 0.11.2), and flushing to zero would hide a block
+    XLA's CPU code drops NaN from a maximum of 4,096 values or more (jax 0.11.2); flushing to zero would hide a block
     of subnormals.
     """
     field = lax.bitcast_convert_type(x, jnp.int32) & 0x7FFFFFFF

@@ -49,12 +49,12 @@ def apply_rope(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
 
 
-def attention_implementation(config: LlamaConfig) -> Literal["xla", "cudnn"]:
+def attention_implementation(config: LlamaConfig, seq_len: int) -> Literal["xla", "cudnn"]:
     """The implementation `config.attention` names, or the best that takes this dtype and head on this machine."""
     if config.attention is not None:
         return config.attention
     sixteen_bit = jnp.dtype(config.dtype) in (jnp.bfloat16, jnp.float16)
-    fits = config.head_dim <= 128 and config.head_dim % 8 == 0
+    fits = config.head_dim <= 128 and config.head_dim % 8 == 0 and seq_len % 2 == 0
     cuda = "cuda" in jex.backend.get_backend().platform_version
     return "cudnn" if cuda and sixteen_bit and fits else "xla"
 
@@ -90,6 +90,6 @@ class Attention(nnx.Module):
             apply_rope(self.key(tokens).reshape(heads), cos, sin),
             self.value(tokens).reshape(heads),
             is_causal=True,
-            implementation=attention_implementation(config),
+            implementation=attention_implementation(config, x.shape[1]),
         )
         return self.output(encoded.reshape(len(tokens), -1)).reshape(x.shape)

@@ -34,7 +34,7 @@ class LlamaConfig:
         init_std: standard deviation of the initial weights; None is √(2/(5d)), which at d = 4096 is the .0099 of the
             authors' 6.7B script. The two projections back into the residual stream get 1/√(2·num_layers) of it.
         attention: "xla", "cudnn", or None for cuDNN where it applies (CUDA, 16-bit dtype, head_dim a multiple of 8 up
-            to 128) and XLA elsewhere.
+            to 128, even sequence length) and XLA elsewhere.
         remat: what a block's backward pass recomputes: a name in `fp4jax.models.remat.REMAT_POLICIES`.
         scan_layers: run the blocks under `jax.lax.scan` (compiles one block), else unrolled in Python. Parameters,
             paths, checkpoints and results are the same.
