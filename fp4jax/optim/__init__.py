@@ -6,7 +6,7 @@ What passes between transformations is float32; few bits are what state, weights
 from fp4jax.optim.adam import ScaleByLowPrecisionAdamState, scale_by_low_precision_adam
 from fp4jax.optim.chain import adamw
 from fp4jax.optim.gradients import CastGradientsState, cast_gradients
-from fp4jax.optim.loss_scale import LossScalingState, dynamic_loss_scaling, loss_scale
+from fp4jax.optim.loss_scaling import LossScalingState, dynamic_loss_scaling, loss_scale
 from fp4jax.optim.master import MasterWeightsState, master_weights
 from fp4jax.optim.weights import apply_updates, dequantize_weights, quantize_weights
 

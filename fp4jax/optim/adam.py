@@ -1,6 +1,6 @@
 """Adam with both moments in few bits: ``optax.scale_by_adam`` in float32, between two roundings."""
 
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -8,15 +8,13 @@ import numpy as np
 import optax
 
 from fp4jax.exact import as_float32
-from fp4jax.optim.stochastic import Surviving, Vanishing, leaf_words, step_words
+from fp4jax.optim.stochastic import Surviving, Vanishing, step_words
 from fp4jax.optim.storage import (
     PLAIN,
     SCALED,
+    Storage,
     check_floating,
-    hold,
     resolve_dtype,
-    storage,
-    value,
 )
 from fp4jax.scaling import Granularity, PerTensor
 from fp4jax.typing import Array, ArrayLike, Key
@@ -27,17 +25,21 @@ _NU_DTYPES = (np.dtype(np.float16), *PLAIN)
 
 
 class ScaleByLowPrecisionAdamState(NamedTuple):
-    """State of ``scale_by_low_precision_adam``.
+    """State of ``scale_by_low_precision_adam``; each tree is like the parameters.
 
     Attributes:
         count: int32, steps taken.
-        mu: first moments, a tree like the parameters: ``QTensor`` where the dtype takes a scale, else arrays.
+        mu: first moments, in their dtype, of the shapes of the parameters.
         nu: second moments, likewise.
+        mu_scale: float32 scales of ``mu``, one a block; None if its dtype takes none.
+        nu_scale: float32 scales of ``nu``, likewise.
     """
 
     count: Array
     mu: optax.Params
     nu: optax.Params
+    mu_scale: Any
+    nu_scale: Any
 
 
 def scale_by_low_precision_adam(
@@ -90,44 +92,32 @@ def scale_by_low_precision_adam(
         >>> tx = scale_by_low_precision_adam()
         >>> state = tx.init({"w": jnp.ones(4)})
         >>> updates, state = tx.update({"w": jnp.full(4, 1e-4)}, state)
-        >>> state.mu["w"].values.dtype.name, state.nu["w"].values.dtype.name
+        >>> state.mu["w"].dtype.name, state.nu["w"].dtype.name
         ('float8_e4m3fn', 'float16')
 
     References:
         Peng et al., *FP8-LM*, arXiv:2310.18313, §2.2 (m in E4M3, v in FP16); Wang et al., arXiv:2501.17116, §4.1;
         Kingma and Ba, arXiv:1412.6980.
     """
-    how_mu = storage(resolve_dtype("mu_dtype", mu_dtype, _MU_DTYPES), granularity, Vanishing())
-    how_nu = storage(resolve_dtype("nu_dtype", nu_dtype, _NU_DTYPES), granularity, Surviving())
+    first = Storage.make(resolve_dtype("mu_dtype", mu_dtype, _MU_DTYPES), granularity, Vanishing())
+    second = Storage.make(resolve_dtype("nu_dtype", nu_dtype, _NU_DTYPES), granularity, Surviving())
     adam = optax.scale_by_adam(b1, b2, eps, eps_root, nesterov=nesterov)
 
     def init(params):
-        words = jnp.zeros(2, jnp.uint32)  # zeros round to zeros
-
-        def zeros(how):
-            def leaf(path, p):
-                check_floating(path, p)
-                return hold(jnp.zeros_like(p, dtype=jnp.float32), how, words)
-
-            return jax.tree_util.tree_map_with_path(leaf, params)
-
-        return ScaleByLowPrecisionAdamState(jnp.zeros([], jnp.int32), zeros(how_mu), zeros(how_nu))
+        jax.tree_util.tree_map_with_path(check_floating, params)
+        (mu, mu_scale), (nu, nu_scale) = first.zeros(params), second.zeros(params)
+        return ScaleByLowPrecisionAdamState(jnp.zeros([], jnp.int32), mu, nu, mu_scale, nu_scale)
 
     def update(updates, state, params=None):
         del params
         gradients = jax.tree.map(as_float32, updates)
-        mu, nu = (jax.tree.map(lambda g, held: value(held, g.shape), gradients, m) for m in (state.mu, state.nu))
+        mu, nu = first.load_tree(state.mu, state.mu_scale), second.load_tree(state.nu, state.nu_scale)
         updates, moments = adam.update(gradients, optax.ScaleByAdamState(state.count, mu, nu))
         moments = cast(optax.ScaleByAdamState, moments)
         count = jnp.asarray(moments.count)
         words = step_words(seed, count)
-
-        def store(tree, how, purpose):
-            return jax.tree_util.tree_map_with_path(
-                lambda path, x: hold(x, how, leaf_words(words, path, purpose)), tree
-            )
-
-        mu, nu = store(moments.mu, how_mu, "mu"), store(moments.nu, how_nu, "nu")
-        return updates, ScaleByLowPrecisionAdamState(count, mu, nu)
+        mu, mu_scale = first.store_tree(moments.mu, words, "mu")
+        nu, nu_scale = second.store_tree(moments.nu, words, "nu")
+        return updates, ScaleByLowPrecisionAdamState(count, mu, nu, mu_scale, nu_scale)
 
     return optax.GradientTransformation(init, update)

@@ -6,7 +6,7 @@ import optax
 
 from fp4jax.optim.adam import scale_by_low_precision_adam
 from fp4jax.optim.gradients import cast_gradients
-from fp4jax.optim.loss_scale import dynamic_loss_scaling
+from fp4jax.optim.loss_scaling import dynamic_loss_scaling
 from fp4jax.optim.master import master_weights
 from fp4jax.scaling import Granularity, PerTensor
 from fp4jax.typing import Array, ArrayLike, AxisName, Key

@@ -1,6 +1,6 @@
 """Master weights: what the optimizer changes, beside model weights in BF16, FP16 or FP8."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,9 +10,9 @@ from jax import lax
 
 from fp4jax.exact import as_float32
 from fp4jax.optim.stochastic import HashedStochastic, leaf_words, step_words
-from fp4jax.optim.storage import FP16, check_floating, hold, is_quantized, resolve_dtype, value
+from fp4jax.optim.storage import Storage, check_floating, is_quantized, resolve_dtype
 from fp4jax.optim.weights import weight_value
-from fp4jax.quantize import QTensor, QuantSpec
+from fp4jax.quantize import QTensor
 from fp4jax.scaling import Granularity, PerTensor, PowerOfTwo
 from fp4jax.typing import Array, Key
 
@@ -20,17 +20,18 @@ _MASTER_DTYPES = (np.dtype(np.float32), np.dtype(np.float16))
 
 
 class MasterWeightsState(NamedTuple):
-    """State of ``master_weights``.
+    """State of ``master_weights``; each tree is like the parameters, with None for one that is float32.
 
     Attributes:
         count: int32, steps taken.
-        master: a tree like the parameters: float32 arrays, or FP16 ``QTensor``s; None for a float32 parameter, which is
-            its own master.
+        master: float32 or float16, of the shapes of the parameters. A float32 parameter is its own master.
+        master_scale: E8M0 scales of ``master``, one a block; None if it is float32.
         inner_state: state of the wrapped transformation, which saw the masters as its parameters.
     """
 
     count: Array
     master: optax.Params
+    master_scale: Any
     inner_state: optax.OptState
 
 
@@ -88,83 +89,102 @@ def master_weights(
     """
     dtype = resolve_dtype("dtype", dtype, _MASTER_DTYPES)
     # "ceil" leaves a factor of two above the largest master, so that D + u' cannot saturate either.
-    how = QuantSpec(FP16, granularity, PowerOfTwo("ceil"), HashedStochastic()) if dtype == np.float16 else dtype
-    inner = optax.with_extra_args_support(inner)
+    form = Storage.make(dtype, granularity, HashedStochastic(), PowerOfTwo("ceil"))
 
-    def is_own_master(p):
-        return not is_quantized(p) and p.dtype == jnp.float32
+    def leaves(params):
+        """Paths and parameters, a quantized one being one leaf; and the tree of the arrays they stand for."""
+        paths, treedef = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_quantized)
+        return [path for path, _ in paths], [p for _, p in paths], treedef
 
-    def initial(path, p):
-        if is_quantized(p):
-            _check_quantized(path, p, exact=how != np.float32)
-        else:
-            check_floating(path, p)
-        if is_own_master(p):
-            return None
-        return hold(weight_value(p), how, leaf_words(step_words(seed, jnp.zeros([], jnp.int32)), path))
+    def values(params, masters, scales):
+        """float32 masters, of which a parameter may be its own."""
+        loaded = zip(params, masters, scales, strict=True)
+        return [p if is_own_master(p) else form.load(m, s) for p, m, s in loaded]
 
     def init(params):
-        master = jax.tree_util.tree_map_with_path(initial, params, is_leaf=is_quantized)
-        values = jax.tree.map(_master_value, params, master, is_leaf=is_quantized)
-        return MasterWeightsState(jnp.zeros([], jnp.int32), master, inner.init(values))
+        paths, current, treedef = leaves(params)
+        words = step_words(seed, jnp.zeros([], jnp.int32))
+        pairs = []
+        for path, p in zip(paths, current, strict=True):
+            _check(path, p, exact=form.spec is not None)
+            pairs.append((None, None) if is_own_master(p) else form.store(weight_value(p), leaf_words(words, path)))
+        masters, scales = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+        inner_state = inner.init(treedef.unflatten(values(current, masters, scales)))
+        return MasterWeightsState(
+            jnp.zeros([], jnp.int32),
+            treedef.unflatten(masters),
+            None if form.spec is None else treedef.unflatten(scales),
+            inner_state,
+        )
 
-    def step(p, master, u, words):
-        """The update of one leaf, and its new master."""
+    def step(p, master, scale, u, words):
+        """The update of one leaf, and its new master and scale."""
         if is_own_master(p):
-            return u, None
+            return u, None, None
         current = weight_value(p)
-        held = hold(_master_value(p, master) + u, how, words)
-        update = lax.optimization_barrier(value(held, p.shape) - current)
-        moved = _hold_exactly(current + update, held)
+        rounded, new_scale = form.store(form.load(master, scale) + u, words)
+        update = lax.optimization_barrier(form.load(rounded, new_scale) - current)
+        new_master = _hold_exactly(current + update, new_scale, form)
         if is_quantized(p):
             # apply_updates leaves a weight alone whose updates are all zero; so must its master be.
             changed = jnp.any(update != 0)
-            moved = jax.tree.map(lambda new, old: jnp.where(changed, new, old), moved, master)
-        return update, moved
+            new_master, new_scale = jax.tree.map(
+                lambda new, old: jnp.where(changed, new, old), (new_master, new_scale), (master, scale)
+            )
+        return update, new_master, new_scale
 
     def update(updates, state, params=None, **extra_args):
         if params is None:
             raise ValueError("master_weights needs the parameters: call update(updates, state, params)")
-        paths, treedef = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_quantized)
+        paths, current, treedef = leaves(params)
         gradients = treedef.flatten_up_to(updates)
-        for (path, _), gradient in zip(paths, gradients, strict=True):
+        for path, gradient in zip(paths, gradients, strict=True):
             if is_quantized(gradient):
                 raise TypeError(
                     f"the gradient of {jax.tree_util.keystr(path)} is a QTensor, in {gradient.values.dtype}; take the "
                     "gradient with respect to fp4jax.optim.dequantize_weights(params), whose leaves are arrays"
                 )
         masters = treedef.flatten_up_to(state.master)
-        values = treedef.unflatten([_master_value(p, m) for (_, p), m in zip(paths, masters, strict=True)])
-        updates = treedef.unflatten([as_float32(g) for g in gradients])
-        updates, inner_state = inner.update(updates, state.inner_state, values, **extra_args)
+        scales = [None] * len(paths) if state.master_scale is None else treedef.flatten_up_to(state.master_scale)
+        updates, inner_state = inner.update(
+            treedef.unflatten([as_float32(g) for g in gradients]),
+            state.inner_state,
+            treedef.unflatten(values(current, masters, scales)),
+            **extra_args,
+        )
 
         count = jnp.asarray(optax.safe_increment(state.count))
         words = step_words(seed, count)
-        pairs = [
-            step(p, m, u, leaf_words(words, path))
-            for (path, p), m, u in zip(paths, masters, treedef.flatten_up_to(updates), strict=True)
+        steps = [
+            step(p, m, s, u, leaf_words(words, path))
+            for path, p, m, s, u in zip(paths, current, masters, scales, treedef.flatten_up_to(updates), strict=True)
         ]
-        updates, master = (treedef.unflatten([pair[i] for pair in pairs]) for i in (0, 1))
-        return updates, MasterWeightsState(count, master, inner_state)
+        updates, master, master_scale = (treedef.unflatten([s[i] for s in steps]) for i in range(3))
+        return updates, MasterWeightsState(
+            count, master, None if state.master_scale is None else master_scale, inner_state
+        )
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _master_value(p: Array | QTensor, master: Array | QTensor | None) -> Array:
-    """The float32 master of a parameter that may be its own."""
-    return weight_value(p) if master is None else value(master, p.shape)
+def is_own_master(p: Array | QTensor) -> bool:
+    """Whether a parameter is as fine as a master could be."""
+    return not isinstance(p, QTensor) and p.dtype == jnp.float32
 
 
-def _hold_exactly(x: Array, like: Array | QTensor) -> Array | QTensor:
-    """``x`` as ``like`` is held. In FP16 x is on the grid already: a multiple of its step of at most 11 bits."""
-    if not isinstance(like, QTensor):
+def _hold_exactly(x: Array, scale: Array | None, form: Storage) -> Array:
+    """``x`` as a value under ``scale``. FP16 holds it: x is a multiple of its step there, of at most 11 bits."""
+    if form.spec is None or scale is None:
         return x
-    scale = like.spec.granularity.expand(like.scales(), like.shape, like.axis)
-    values = (x.reshape(like.shape) * (1 / scale)).astype(like.values.dtype)
-    return QTensor(values, like.scale, like.outer_scale, like.spec, like.axis)
+    shape = x.shape or (1,)
+    inverse = 1 / form.spec.granularity.expand(form.spec.scale.decode(scale, None), shape, (-1,))
+    return (x.reshape(shape) * inverse).reshape(x.shape).astype(form.dtype)
 
 
-def _check_quantized(path: tuple, p: QTensor, exact: bool) -> None:
+def _check(path: tuple, p: Array | QTensor, exact: bool) -> None:
+    if not isinstance(p, QTensor):
+        check_floating(path, p)
+        return
     name = jax.tree_util.keystr(path)
     if p.spec.needs_key:
         raise ValueError(f"weight {name} rounds stochastically ({p.spec!r}); equal masters must give equal weights")

@@ -3,21 +3,27 @@
 An average such as ``m ← b1·m + (1 - b1)·g`` moves by a small part of itself a step. Rounded to nearest, a step below
 half a unit in the last place is lost, every time: m in E4M3 stays up to a third away from g, and v in FP16 (b2 = .999)
 as much from g². So whatever is averaged is rounded stochastically, which keeps the mean exact.
+
+Values and scales are kept in two trees of plain arrays, both like the parameters, rather than in ``QTensor``s: values
+have the shape of their parameter and shard like it, and what walks a state (Flax, Orbax) meets arrays only.
 """
 
+import dataclasses
 from collections.abc import Iterable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax import lax
 
 from fp4jax.exact import as_float32
 from fp4jax.formats import E4M3, E5M2, FloatFormat
-from fp4jax.optim.stochastic import HashedStochastic, Words, hashed_noise
+from fp4jax.optim.stochastic import HashedStochastic, Words, hashed_noise, leaf_words
 from fp4jax.quantize import QTensor, QuantSpec, quantize
 from fp4jax.rounding import NOISE_BITS
-from fp4jax.scaling import AbsMax, Granularity, manual_axes
+from fp4jax.scaling import AbsMax, Granularity, ScaleRule, manual_axes
 from fp4jax.typing import Array, AxisName
 
 FP16 = FloatFormat("fp16", 5, 10, 65504.0, np.float16)
@@ -40,25 +46,73 @@ def resolve_dtype(name: str, dtype: object, among: Iterable[np.dtype]) -> np.dty
     raise ValueError(f"{name}={dtype!r} is not supported; use one of {', '.join(d.name for d in among)}")
 
 
-def storage(dtype: np.dtype, granularity: Granularity, rounding: HashedStochastic) -> QuantSpec | np.dtype:
-    """How to hold an array in ``dtype``: scaled where the dtype is narrow in range, else as it is."""
-    if dtype in SCALED:
-        return QuantSpec(SCALED[dtype], granularity, AbsMax(), rounding)
-    return dtype
+@dataclasses.dataclass(frozen=True)
+class Storage:
+    """The stored form of a tree of float32 arrays: a tree of values and one of scales (None for a dtype without).
+
+    Attributes:
+        dtype: of the values.
+        spec: how values of a narrow dtype are scaled and rounded; None for bfloat16, which is rounded stochastically,
+            and for float32.
+    """
+
+    dtype: np.dtype
+    spec: QuantSpec | None
+
+    @classmethod
+    def make(
+        cls, dtype: np.dtype, granularity: Granularity, rounding: HashedStochastic, scale: ScaleRule = AbsMax()
+    ) -> "Storage":
+        """Scaled where the dtype is narrow in range, else as it is."""
+        return cls(dtype, QuantSpec(SCALED[dtype], granularity, scale, rounding) if dtype in SCALED else None)
+
+    def zeros(self, like: optax.Params) -> tuple[optax.Params, optax.Params | None]:
+        """The stored form of zeros, of the shapes and shardings of ``like``: values 0 under scales 1."""
+        values = jax.tree.map(lambda p: jnp.zeros_like(p, dtype=self.dtype), like)
+        if self.spec is None:
+            return values, None
+        # Outside of shard_map there is no mesh axis to agree over, and a shape does not need one.
+        granularity: Any = self.spec.granularity
+        if granularity.axis_name is not None:
+            granularity = dataclasses.replace(granularity, axis_name=())
+
+        def scale(p):
+            one = jax.ShapeDtypeStruct(p.shape or (1,), jnp.float32)
+            return jnp.ones(jax.eval_shape(lambda x: granularity.reduce_max(x, (-1,)), one).shape, jnp.float32)
+
+        return values, jax.tree.map(scale, like)
+
+    def store_tree(self, tree: optax.Params, words: Words, name: str) -> tuple[optax.Params, optax.Params | None]:
+        """The stored form of a tree; each leaf has noise of its own, which ``name`` and its path set apart."""
+        paths, treedef = jax.tree_util.tree_flatten_with_path(tree)
+        pairs = [self.store(x, leaf_words(words, path, name)) for path, x in paths]
+        values, scales = (treedef.unflatten([pair[i] for pair in pairs]) for i in (0, 1))
+        return values, None if self.spec is None else scales
+
+    def load_tree(self, values: optax.Params, scales: optax.Params | None) -> optax.Params:
+        """The float32 arrays that a stored form stands for."""
+        if scales is None:
+            return jax.tree.map(lambda v: self.load(v, None), values)
+        return jax.tree.map(self.load, values, scales)
+
+    def store(self, x: Array, words: Words) -> tuple[Array, Array | None]:
+        """Values and scales of one float32 array."""
+        if self.spec is not None:
+            q = quantize(_with_an_axis(x), self.spec, axis=-1, key=words)
+            return q.values.reshape(x.shape), q.scale
+        return (stochastic_bfloat16(x, words) if self.dtype == jnp.bfloat16 else x), None
+
+    def load(self, values: Array, scale: Array | None) -> Array:
+        """The float32 array of one leaf."""
+        if self.spec is None or scale is None:
+            return as_float32(values)
+        q = QTensor(_with_an_axis(values), scale, None, self.spec, (-1,))
+        return q.dequantize().reshape(values.shape)
 
 
-def hold(x: Array, how: QuantSpec | np.dtype, words: Words) -> QTensor | Array:
-    """Rounds float32 ``x`` to its stored form. A scaled scalar is held as one of shape [1]: scales need an axis."""
-    if isinstance(how, QuantSpec):
-        return quantize(x.reshape(x.shape or (1,)), how, axis=-1, key=words)
-    if how == jnp.bfloat16:
-        return stochastic_bfloat16(x, words)
-    return x.astype(how)
-
-
-def value(held: QTensor | Array, shape: tuple[int, ...]) -> Array:
-    """The float32 array that a stored form stands for."""
-    return (held.dequantize() if isinstance(held, QTensor) else as_float32(held)).reshape(shape)
+def _with_an_axis(x: Array) -> Array:
+    """Scales need an axis, so that a scalar has one of shape [1]."""
+    return x.reshape(x.shape or (1,))
 
 
 def stochastic_bfloat16(x: Array, words: Words) -> Array:

@@ -144,7 +144,7 @@ def test_vmap_over_an_ensemble(row):
     params, gradients = example("float32")
     pair = jax.tree.map(lambda a, b: jnp.stack([a, b]), params, gradients[0])
     slopes = jax.tree.map(lambda a, b: jnp.stack([a, b]), gradients[1], gradients[2])
-    state = jax.vmap(tx.init)(pair)
+    state = jax.jit(jax.vmap(tx.init))(pair)
     together, after = jax.jit(jax.vmap(make_step(tx)))(pair, state, slopes)
     step = jax.jit(make_step(tx))
     assert abstract(after) == abstract(state)
