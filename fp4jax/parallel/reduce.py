@@ -33,7 +33,8 @@ from fp4jax.rounding import NEAREST_EVEN, Rounding
 from fp4jax.scaling import AbsMax, PowerOfTwo
 from fp4jax.typing import Array, AxisName, Key
 
-_SMALL = 2**22
+# Elements of a bucket after which it is sent: small leaves share the latency of one exchange.
+_BUCKET = 2**22
 
 
 class _Scales(NamedTuple):
@@ -134,7 +135,7 @@ def fp8_mean_scatter(
     codes = _quantize(parts, scales, format, rounding, key)
     share = jnp.where(scales.unit == 1, jnp.float32(1 / devices), jnp.float32(1 / (format.max * devices)))
     means = []
-    for exchanged in _in_buckets(codes, lambda wire: lax.all_to_all(wire, axis_name, 0, 0, tiled=True)):
+    for exchanged in _in_buckets(codes, devices, lambda wire: lax.all_to_all(wire, axis_name, 0, 0, tiled=True)):
         total = jnp.sum(_decode(exchanged, format), axis=0)
         means.append((total * share[len(means)]) * scales.base[len(means)])
     if dimension is not None:
@@ -188,6 +189,8 @@ def gather_shards(
     shapes = [x.shape for x in treedef.flatten_up_to(like)]
 
     def gather(wire):
+        if not wire.size:  # which is the same everywhere, and no collective takes it
+            return jnp.zeros((0,), wire.dtype)
         return lax.all_gather(wire, axis_name, axis=wire.ndim - 1, tiled=True, to="invarying")
 
     if format is None:
@@ -201,7 +204,7 @@ def gather_shards(
     codes = _quantize(rows, scales, format, rounding, key)
     devices = lax.axis_size(axis_name)
     results = []
-    for whole in _in_buckets(codes, lambda wire: gather(wire[0]).reshape(devices, -1)):
+    for whole in _in_buckets(codes, devices, lambda wire: gather(wire[0]).reshape(devices, -1)):
         i, shape = len(results), shapes[len(results)]
         x = (_decode(whole, format) * scales.unit[i]) * scales.base[i]
         results.append(x.reshape(-1)[: math.prod(shape)].reshape(shape))
@@ -246,14 +249,15 @@ def _decode(codes: Array, format: FloatFormat) -> Array:
     return lax.bitcast_convert_type(codes, format.storage_dtype).astype(jnp.float32)
 
 
-def _in_buckets(codes: Sequence[Array], collective):
-    """Sends [rows, columns] leaves, small ones side by side in one buffer, and yields what arrives for each leaf."""
+def _in_buckets(codes: Sequence[Array], devices: int, collective):
+    """Sends [rows, columns] leaves, small ones side by side in one buffer, and yields what arrives of each."""
     bucket, size = [], 0
     for i, leaf in enumerate(codes):
         bucket.append(leaf)
-        size += leaf.size
-        if size >= _SMALL or i == len(codes) - 1:
-            arrived = collective(jnp.concatenate(bucket, axis=1) if len(bucket) > 1 else bucket[0])
+        size += leaf.shape[1] * devices
+        if size >= _BUCKET or i == len(codes) - 1:
+            wire = jnp.concatenate(bucket, axis=1)
+            arrived = collective(wire) if wire.size else jnp.zeros((devices, 0), jnp.uint8)
             ends = list(itertools.accumulate(b.shape[1] for b in bucket))
             yield from jnp.split(arrived, ends[:-1], axis=1)
             bucket, size = [], 0
