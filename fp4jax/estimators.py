@@ -46,12 +46,14 @@ class STE(Estimator):
 
 @dataclasses.dataclass(frozen=True)
 class ClippedSTE(Estimator):
-    """Straight-through inside the range: f' = 1 where |u| ≤ max, else 0. Under ``AbsMax`` scales all of it is
-    inside.
+    """Straight-through inside the range: f' = 1 where |u| ≤ max, else 0.
+
+    Under ``AbsMax`` scales all of it is inside: where rounding puts the largest x · r an ulp above max, it counts as max.
     """
 
     def factor(self, u, format):
-        return (jnp.abs(u.astype(jnp.float32)) <= jnp.float32(format.max)).astype(u.dtype)
+        limit = jnp.float32(format.max * (1 + 2.0**-22))
+        return (jnp.abs(u.astype(jnp.float32)) <= limit).astype(u.dtype)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -306,7 +306,8 @@ class PowerOfTwo(ScaleRule):
     - ``"even"``: e = ⌊log2 amax′⌋ - E, amax′ being amax rounded to the format's mantissa bits.
     - ``"rceil"``: the smallest e with amax / 2^e ≤ M, so nothing saturates.
 
-    e is kept in [-126, 126], so that scale and reciprocal are normal in float32. Everything is done on the bits.
+    amax is clamped first, as above, and e kept in [-126, 126], so that scale and reciprocal are normal in float32.
+    Everything is done on the bits.
 
     Raises:
         ValueError: for another ``mode``.

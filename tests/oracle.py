@@ -288,19 +288,22 @@ def clamp_outliers(x: np.ndarray, occ: Any, axis: int | tuple[int, ...]) -> tupl
         return clamped, x - clamped
 
 
-def quantize_activation(x: np.ndarray, spec: Any, occ: Any | None, axis: int | tuple[int, ...]) -> Quantized:
+def quantize_activation(
+    x: np.ndarray, spec: Any, occ: Any | None, axis: int | tuple[int, ...], clamp_axis: Any = None
+) -> Quantized:
     """Clamp, quantize, and carry the residual on top of the grid values (``compensation="residual"``).
 
     An outlier holds E4M3(float32(q + float32(ΔX·r))), where amax of a block is at least amax(X)·float32(max/448) so
     that nothing saturates; every other entry holds q. ``residual_format=None`` carries float32: no rounding, no floor.
-    NaN and inf are looked for in X: the clamp would hide an inf.
+    NaN and inf are looked for in X: the clamp would hide an inf. ``clamp_axis`` is fprop's contraction where that is
+    not ``axis``: X is clamped alike in all three products.
     """
     x = np.asarray(x).astype(F32)
     if occ is None:
         return quantize(x, spec, axis)
     labels, shape = block_labels(x.shape, spec.granularity, axis)
     whole = block_max(x, labels, int(np.prod(shape)))  # NaN marks a non-finite block
-    clamped, residual = clamp_outliers(x, occ, axis)
+    clamped, residual = clamp_outliers(x, occ, axis if clamp_axis is None else clamp_axis)
     carrier = None
     if occ.compensation == "residual" and occ.residual_format is not None:
         carrier = format_of(occ.residual_format)
@@ -334,7 +337,8 @@ def estimator_factor(estimator: Any, q: Quantized, fmt: Format) -> np.ndarray:
         case "STE":
             factor = np.ones_like(q.values, np.float64)
         case "ClippedSTE":
-            factor = (np.abs(q.scaled) <= fmt.max).astype(np.float64)
+            # x · r of the largest value may land an ulp above max; that is not out of range.
+            factor = (np.abs(q.scaled) <= fmt.max * (1 + 2.0**-22)).astype(np.float64)
         case "DGE":
             factor = dge_factor(q.scaled, fmt, estimator.k, estimator.clip)
         case _:

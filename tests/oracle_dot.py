@@ -144,7 +144,7 @@ def dot_general(lhs: np.ndarray, rhs: np.ndarray, dimension_numbers: Any, recipe
         if wgrad.lhs is None:
             operand = lhs.astype(F32)
         elif is_spec(wgrad.lhs):
-            operand = oracle.quantize_activation(lhs, wgrad.lhs, recipe.outliers, left.free).exact
+            operand = oracle.quantize_activation(lhs, wgrad.lhs, recipe.outliers, left.free, left.contracted).exact
         else:
             operand, scale = x.values, folded_scale(left, x)[:, :, None]
         g = gradient(wgrad.rhs, scale, m_range)

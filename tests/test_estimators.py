@@ -56,6 +56,8 @@ def test_dge_is_the_slope_of_the_function_of_the_paper(fmt):
 def test_clipped_ste_is_zero_past_the_range():
     factor = fp4jax.ClippedSTE().factor(jnp.asarray([-6.1, -6.0, 0.0, 6.0, 6.1]), fp4jax.E2M1)
     assert factor.tolist() == [0, 1, 1, 1, 0]
+    above = np.nextafter(np.float32(6), np.float32(9))  # where x · r of the largest value may land
+    assert fp4jax.ClippedSTE().factor(jnp.asarray([above, -above]), fp4jax.E2M1).tolist() == [1, 1]
 
 
 @pytest.mark.parametrize("estimator", [make() for make in ESTIMATORS.values()], ids=str)

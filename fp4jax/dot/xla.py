@@ -80,18 +80,24 @@ def _subkey(key: Key | None, spec: QuantSpec, place: int) -> Key | None:
 
 
 def quantize_activation(
-    x: Array, spec: QuantSpec, axis: tuple[int, ...], occ: OCC | None, key: Key | None
+    x: Array,
+    spec: QuantSpec,
+    axis: tuple[int, ...],
+    occ: OCC | None,
+    key: Key | None,
+    clamp_axis: tuple[int, ...] | None = None,
 ) -> tuple[Array, Scales, Array | None]:
     """Grid values (float32) and scales of an activation, and ΔX (float32) where ``occ`` clamps.
 
     With "residual" compensation an outlier entry holds E4M3(q + ΔX · r) and amax is at least amax(X) · float32(M /
-    448), so that none saturates. Whether a block is finite is decided on X, before the clamp.
+    448), so that none saturates. Whether a block is finite is decided on X, before the clamp. ``clamp_axis`` is fprop's
+    contraction, where that is not ``axis``: X is clamped alike in all three products.
     """
     value = as_float32(x)
     if occ is None:
         scales = find_scales(value, spec, axis)
         return grid_values(value, scales, spec, axis, key), scales, None
-    lo, hi = thresholds(x, occ, axis)
+    lo, hi = thresholds(x, occ, axis if clamp_axis is None else clamp_axis)
     clamped = clip(value, lo, hi)
     delta = value - clamped
     amax = spec.granularity.reduce_max(magnitude(clamped), axis)
@@ -173,7 +179,11 @@ def _quantized(x: Array, spec: QuantSpec, axis: tuple[int, ...], key: Key | None
 def _multiply(lhs: Operand, rhs: Operand, dnums: DimensionNumbers, call: Call, product: str, out_sharding) -> Array:
     """(Σ lhs rhs) · scale(lhs) · scale(rhs), float32."""
     dtype = jnp.bfloat16 if lhs.values.dtype == rhs.values.dtype == jnp.bfloat16 else jnp.float32
-    dot = marked_dot(call.mark(product), dnums, call.precision if dtype == jnp.float32 else None, out_sharding)
+    precision = None
+    if dtype == jnp.float32:
+        # The default would be TF32 on a GPU, and round values that have been quantized.
+        precision = lax.Precision.HIGHEST if call.precision is None else call.precision
+    dot = marked_dot(call.mark(product), dnums, precision, out_sharding)
     out = dot(lhs.values.astype(dtype), rhs.values.astype(dtype))
     contracted = len(dnums[0][0])
     frees = [v.ndim - contracted - len(dnums[1][0]) for v in (lhs.values, rhs.values)]
@@ -242,7 +252,8 @@ def _folded(g: Array, scale: Array | None, side: int, call: Call) -> Array:
 
 def _gradient(g: Array, spec: RecipeOperand, axis: tuple[int, ...], place: int, key: Key | None, call: Call) -> Operand:
     if not isinstance(spec, QuantSpec):
-        return _high(g, call)
+        # Not float16: a scale folded in can take a gradient out of its range.
+        return Operand(g.astype(jnp.bfloat16) if call.lhs_dtype == jnp.bfloat16 else g, None)
     return _quantized(g, spec, _negative(axis, g.ndim), _subkey(key, spec, place))
 
 
@@ -292,7 +303,8 @@ def wgrad(residuals: Residuals, g: Array, call: Call) -> Array:
     elif isinstance(spec, QuantSpec):
         axis = _negative(geometry.lhs_free, geometry.lhs_ndim)
         key = _subkey(residuals.key, spec, _WGRAD_LHS)
-        values, scales, _ = quantize_activation(residuals.lhs, spec, axis, recipe.outliers, key)
+        clamp_axis = _negative(geometry.lhs_contract, geometry.lhs_ndim)
+        values, scales, _ = quantize_activation(residuals.lhs, spec, axis, recipe.outliers, key, clamp_axis)
         activation = _operand(values, scales, spec, axis, _activation_format(recipe))
     else:
         activation = _high(residuals.lhs, call)

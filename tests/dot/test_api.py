@@ -120,3 +120,12 @@ def test_stock_nnx_and_linen_layers_take_it():
         variables = dense.init(jax.random.key(0), X)
         expected = fp4jax.dot_general(X, variables["params"]["kernel"], MATMUL, recipe=FP4)
         np.testing.assert_array_equal(dense.apply(variables, X), expected)
+
+
+def test_a_float16_gradient_in_high_precision_does_not_underflow():
+    recipe = fp4jax.recipes.fp4_vector(gradient=None)
+    x, w = jnp.full((1, 1), 1e-2, jnp.float16), jnp.full((1, 1), 1e-2)
+    _, vjp = jax.vjp(lambda w: fp4jax.dot_general(x, w, MATMUL, recipe=recipe), w)
+    dy = jnp.full((1, 1), 1e-5, jnp.float16)
+    expected = float(dy[0, 0]) * float(x[0, 0])
+    assert vjp(dy)[0].item() == pytest.approx(expected, rel=1e-3)
