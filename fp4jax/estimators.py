@@ -48,7 +48,7 @@ class STE(Estimator):
 class ClippedSTE(Estimator):
     """Straight-through inside the range: f' = 1 where |u| ≤ max, else 0.
 
-    Under ``AbsMax`` scales all of it is inside: where rounding puts the largest x · r an ulp above max, it counts as max.
+    Under ``AbsMax`` scales all of it is inside: if rounding puts the largest x · r an ulp above max, it counts as max.
     """
 
     def factor(self, u, format):

@@ -119,7 +119,7 @@ def _llama(num_layers: int, embed_dim: int, num_heads: int, mlp_dim: int, **othe
 
 MODELS: dict[str, LlamaConfig] = {
     # Bytes as tokens: what `fp4jax compare` trains on a laptop.
-    "tiny": _llama(4, 128, 4, 352, vocab_size=256, max_seq_len=512),
+    "tiny": _llama(4, 128, 2, 352, vocab_size=256, max_seq_len=512),
     # GaLore's and ReLoRA's LLaMAs (arXiv:2403.03507, arXiv:2307.05695); 30m is their 35M with 4 of its 6 layers,
     # 1.3b their 1B with the MLP rounded up to a multiple of 128 and 16 heads of LLaMA's 128.
     "30m": _llama(4, 384, 6, 1024),
