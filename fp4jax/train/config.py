@@ -40,7 +40,7 @@ class ModelOptions:
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Dtype of the activations. Parameters are float32 master weights either way."""
     remat: Literal["none", "full", "dots", "quantized"] = "none"
-    """What the backward pass recomputes to save memory (docs/models.md)."""
+    """What the backward pass recomputes to save memory (docs/model.md)."""
 
     def build(self, vocab_size: int, seq_len: int) -> LlamaConfig:
         """The model's configuration.

@@ -81,7 +81,10 @@ def train(config: TrainConfig, console: Console) -> tuple[Path, Result]:
         token=text.token,
     )
     console.print(result_table(result, text.split.validation.bytes_per_token))
-    speed = f"{number(result.tokens_per_second, ',.0f')} tokens/s, {result.skipped} steps skipped"
+    speed = (
+        f"{number(result.tokens_per_second, ',.0f')} tokens/s, {result.skipped} steps skipped, "
+        f"{result.clip_fraction:.0%} clipped"
+    )
     console.print(f"{speed}; curves: {folder / 'curves.png'}", highlight=False, soft_wrap=True)
     return folder, result
 

@@ -107,6 +107,7 @@ class Result:
         by_source: the same for each source.
         tokens_per_second: of training, of all seeds together where they ran side by side; NaN where none was trained.
         skipped: steps that were not finite and changed nothing.
+        clip_fraction: share of the other steps whose gradient was clipped.
     """
 
     recipe: str
@@ -115,6 +116,7 @@ class Result:
     by_source: dict[str, float]
     tokens_per_second: float
     skipped: int
+    clip_fraction: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,7 +174,7 @@ class _Run:
         arm, steps = self.arm, self.arm.plan.steps
         start = step = int(np.ravel(state.step)[0])
         self.saved_step = start if start else None
-        self.progress.skipped = self._skipped(state).mean()
+        self.progress.skipped = _count(state.skipped).mean()
         batches = arm.batches(start)
         try:
             for step in range(start + 1, steps + 1):
@@ -265,13 +267,10 @@ class _Run:
         for log in self.logs:
             log.flush()
 
-    @staticmethod
-    def _skipped(state: TrainState) -> np.ndarray:
-        return np.atleast_1d(jax.device_get(state.skipped))
-
     def _results(self, state: TrainState) -> list[Result]:
         assert self.validation is not None
         _, validation = self.validation
+        steps, skipped, clipped = (_count(counter) for counter in (state.step, state.skipped, state.clipped))
         return [
             Result(
                 recipe=self.arm.label,
@@ -279,7 +278,13 @@ class _Run:
                 loss=float(validation.loss[i]),
                 by_source={name: float(loss[i]) for name, loss in validation.by_source.items()},
                 tokens_per_second=self.watch.tokens_per_second,
-                skipped=int(skipped),
+                skipped=int(skipped[i]),
+                clip_fraction=float(clipped[i] / max(1, steps[i] - skipped[i])),
             )
-            for i, (seed, skipped) in enumerate(zip(self.arm.seeds, self._skipped(state), strict=True))
+            for i, seed in enumerate(self.arm.seeds)
         ]
+
+
+def _count(counter: jax.Array) -> np.ndarray:
+    """A counter of the state on the host, [S]."""
+    return np.atleast_1d(jax.device_get(counter))

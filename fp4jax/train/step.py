@@ -25,7 +25,7 @@ type Metrics = dict[str, jax.Array]
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["step", "skipped", "params", "opt_state", "noise"],
+    data_fields=["step", "skipped", "clipped", "params", "opt_state", "noise"],
     meta_fields=[],
 )
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +35,7 @@ class TrainState:
     Args:
         step: int32, batches seen: the position in the data and in the noise.
         skipped: int32, how many of them changed nothing else, for not being finite. `step - skipped` updates were made.
+        clipped: int32, in how many updates the gradient was scaled down to the clip norm.
         params: master weights in float32, a nested dict of arrays.
         opt_state: state of the Optax transformation.
         noise: keys of the noise streams of stochastic recipes; they never change. Empty for all others.
@@ -42,6 +43,7 @@ class TrainState:
 
     step: jax.Array
     skipped: jax.Array
+    clipped: jax.Array
     params: Params
     opt_state: optax.OptState
     noise: Params
@@ -83,7 +85,8 @@ def make_init(architecture: Architecture, optimizer: optax.GradientTransformatio
     def init(seed: jax.Array | int) -> TrainState:
         params, noise = architecture.init(seed)
         zero = jnp.zeros((), jnp.int32)
-        return TrainState(zero, zero.copy(), params, optimizer.init(params), noise)
+        # A buffer for each counter: all of them are donated.
+        return TrainState(zero, zero.copy(), zero.copy(), params, optimizer.init(params), noise)
 
     return init
 
@@ -108,7 +111,7 @@ def make_train_step(
         optimizer: from `make_optimizer`.
         schedule: its learning rate, for the metrics only.
         accumulate: A, a divisor of b. Microbatches run one after another in `lax.scan`.
-        clip_norm: the norm at which the optimizer clips, for the metrics only.
+        clip_norm: the norm at which the optimizer clips, for metrics and counter only.
 
     Returns:
         The step. Its metrics are float32 scalars: `loss`, `grad_norm` before clipping, `clipped` and `skipped` (0 or
@@ -143,16 +146,18 @@ def make_train_step(
         params = optax.apply_updates(state.params, updates)
         keep = functools.partial(jax.tree.map, lambda new, old: jnp.where(finite, new, old))
         skipped = 1 - finite.astype(jnp.int32)
+        clipped = (finite & (norm > (jnp.inf if clip_norm is None else clip_norm))).astype(jnp.int32)
         metrics = {
             "loss": loss,
             "grad_norm": norm,
-            "clipped": (finite & (norm > (jnp.inf if clip_norm is None else clip_norm))).astype(jnp.float32),
+            "clipped": clipped.astype(jnp.float32),
             "skipped": skipped.astype(jnp.float32),
             "learning_rate": jnp.asarray(schedule(state.step - state.skipped), jnp.float32),
         }
         return TrainState(
             step=state.step + 1,
             skipped=state.skipped + skipped,
+            clipped=state.clipped + clipped,
             params=keep(params, state.params),
             opt_state=keep(opt_state, state.opt_state),
             noise=state.noise,

@@ -28,6 +28,7 @@ class Summary:
         gaps: to the same seed of the baseline, in %; NaN for the lack of one.
         tokens_per_second: of training.
         skipped: steps that changed nothing for not being finite, over all seeds.
+        clip_fraction: share of the other steps whose gradient was clipped.
     """
 
     recipe: str
@@ -35,6 +36,7 @@ class Summary:
     gaps: tuple[float, ...]
     tokens_per_second: float
     skipped: int
+    clip_fraction: float
 
     @property
     def loss(self) -> float:
@@ -70,6 +72,7 @@ def summarize(results: Sequence[Result], baseline: str) -> list[Summary]:
                 gaps=tuple(100 * (result.loss / base.get(result.seed, math.nan) - 1) for result in mine),
                 tokens_per_second=float(np.mean([result.tokens_per_second for result in mine])),
                 skipped=sum(result.skipped for result in mine),
+                clip_fraction=float(np.mean([result.clip_fraction for result in mine])),
             )
         )
     return summaries
@@ -131,6 +134,7 @@ def summary_json(config: CompareConfig, summaries: Sequence[Summary], circumstan
                 "gaps_percent": [None if math.isnan(gap) else gap for gap in s.gaps],
                 "tokens_per_second": None if math.isnan(s.tokens_per_second) else round(s.tokens_per_second),
                 "skipped": s.skipped,
+                "clip_fraction": round(s.clip_fraction, 4),
             }
             for s in summaries
         },

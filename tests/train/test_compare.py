@@ -65,6 +65,8 @@ def test_compare_writes_everything(compared):
     assert bf16["gaps_percent"] == [0]
     assert fp4["loss_std"] is None
     assert fp4["tokens_per_second"] > 0
+    clipped = [row["clipped"] for row in read_metrics(folder / "fp4-seed0", "train")]
+    assert fp4["clip_fraction"] == pytest.approx(np.mean(clipped), abs=1e-4)
     assert {"command", "date", "hardware", "versions", "settings"} <= set(summary)
 
 
@@ -137,7 +139,7 @@ def test_several_seeds_give_mean_and_spread(seeds):
 
 
 def result(recipe: str, seed: int, loss: float, skipped: int = 0) -> Result:
-    return Result(recipe, seed, loss, {"emma": loss}, tokens_per_second=1000.0, skipped=skipped)
+    return Result(recipe, seed, loss, {"emma": loss}, tokens_per_second=1000.0, skipped=skipped, clip_fraction=0.25)
 
 
 def test_gaps_are_paired_by_seed():
@@ -276,6 +278,6 @@ def test_arms_share_batches_over_recipes_and_programs_over_seeds(paths):
 
 
 def test_summaries_of_one_seed_have_no_spread():
-    summary = Summary("fp4", (2.0,), (1.0,), 10.0, 0)
+    summary = Summary("fp4", (2.0,), (1.0,), 10.0, 0, 0.0)
     assert math.isnan(summary.loss_std)
     assert math.isnan(summary.gap_std)
