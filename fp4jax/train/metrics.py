@@ -41,9 +41,11 @@ class MetricsLog:
         ConfigError: the metrics.jsonl to go on with is damaged.
 
     Example:
-        >>> with MetricsLog(Path("run"), tensorboard=False) as log:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder, MetricsLog(Path(folder), tensorboard=False) as log:
         ...     log.write("train", 1, {"loss": 5.5})
-        >>> read_metrics(Path("run"))
+        ...     log.flush()
+        ...     read_metrics(Path(folder))
         [{'kind': 'train', 'step': 1, 'loss': 5.5}]
     """
 
