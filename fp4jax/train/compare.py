@@ -39,7 +39,7 @@ def compare(config: CompareConfig, console: Console) -> tuple[Path, list[Summary
         Interrupted: stopped by a signal. What was measured so far stays in the folder.
 
     Example:
-        >>> folder, summaries = compare(CompareConfig(seeds=(0, 1)), Console())  # doctest: +SKIP  (takes minutes)
+        >>> folder, summaries = compare(CompareConfig(seeds=(0, 1)), Console())  # doctest: +SKIP
     """
     config = config.resolved()
     text = Text.load(config.data)

@@ -42,7 +42,7 @@ def train(config: TrainConfig, console: Console) -> tuple[Path, Result]:
         Interrupted: stopped by a signal, with the state saved.
 
     Example:
-        >>> folder, result = train(TrainConfig(recipe="fp4", seed=1), Console())  # doctest: +SKIP  (takes minutes)
+        >>> folder, result = train(TrainConfig(recipe="fp4", seed=1), Console())  # doctest: +SKIP
     """
     config = config.resolved()
     plan, options = config.plan, config.checkpoint
