@@ -4,6 +4,8 @@ The public names stand in the order in which an array meets them:
 array → outliers → scale → round → QTensor → dot_general → layer → model → train step → optimizer.
 """
 
+import importlib
+
 from fp4jax import recipes
 from fp4jax.dot import DotGeneral, dot_general, explain
 from fp4jax.estimators import DGE, STE, ClippedSTE, fake_quant
@@ -52,3 +54,16 @@ __all__ = [
     "quantize",
     "recipes",
 ]
+
+_LAZY = ("kernels", "models", "nn", "optim", "parallel", "train")
+
+
+def __getattr__(name: str):
+    """Imports the packages beyond the numerics when they are first named: they bring Flax, Optax and Orbax along."""
+    if name in _LAZY:
+        return importlib.import_module(f"fp4jax.{name}")
+    raise AttributeError(f"module 'fp4jax' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LAZY})
