@@ -26,7 +26,7 @@ class Preset:
 
 PRESETS: dict[str, Preset] = {
     # `fp4jax compare`: three recipes in six minutes on two CPU cores.
-    "tiny": Preset(steps=300, batch_size=16, seq_len=128, learning_rate=3e-3, eval_every=30, eval_batches=16),
+    "tiny": Preset(steps=450, batch_size=16, seq_len=256, learning_rate=3e-3, eval_every=90, eval_batches=16),
     # About 20 tokens a parameter up to 125M; learning rates as GPTs of these sizes are trained (arXiv:2005.14165, Table
     # 2.1: 6e-4 at 125M, 3e-4 at 350M), and a little more below.
     "30m": Preset(steps=6000, batch_size=128, seq_len=1024, learning_rate=1e-3, eval_every=500, eval_batches=64),
