@@ -2,12 +2,16 @@
 
 from collections.abc import Callable
 
+import jax
+import jax.numpy as jnp
 import optax
+from jax import lax
 
 from fp4jax.optim.adam import scale_by_low_precision_adam
 from fp4jax.optim.gradients import cast_gradients
 from fp4jax.optim.loss_scaling import dynamic_loss_scaling
 from fp4jax.optim.master import master_weights
+from fp4jax.optim.storage import shared_axes
 from fp4jax.scaling import Granularity, PerTensor
 from fp4jax.typing import Array, ArrayLike, AxisName, Key
 
@@ -37,7 +41,7 @@ def adamw(
     =====================================  ==========================================================
     ``dynamic_loss_scaling``               unscales; skips every step that is not finite
     ``master_weights``                     a finer copy of weights that are not float32 themselves
-    ``optax.clip_by_global_norm``          if ``clip_norm`` is given
+    clipping by the global norm            if ``clip_norm`` is given; over all parts of a split gradient
     ``cast_gradients``                     gradients to FP8
     ``scale_by_low_precision_adam``        m in FP8, v in FP16
     ``optax.add_decayed_weights``          decay of the master weights, decoupled
@@ -87,7 +91,7 @@ def adamw(
     if axis_name is not None and isinstance(granularity, PerTensor):
         granularity = PerTensor(axis_name)
     inner = optax.chain(
-        optax.identity() if clip_norm is None else optax.clip_by_global_norm(clip_norm),
+        optax.identity() if clip_norm is None else _clip_by_global_norm(clip_norm, axis_name),
         optax.identity() if grad_dtype is None else cast_gradients(grad_dtype, axis_name=axis_name),
         scale_by_low_precision_adam(
             b1, b2, eps, eps_root, mu_dtype, nu_dtype, nesterov=nesterov, granularity=granularity, seed=seed
@@ -101,3 +105,23 @@ def adamw(
         growth_factor=1.0 if loss_scale is None else 2.0,
         axis_name=axis_name,
     )
+
+
+def _clip_by_global_norm(max_norm: ArrayLike, axis_name: AxisName | None) -> optax.GradientTransformation:
+    """``optax.clip_by_global_norm``, but of gradients that are split over devices inside a ``shard_map``, too.
+
+    A norm that overflows makes the gradients NaN, so that the step is skipped; Optax makes them 0.
+    """
+
+    def squares(g):
+        total = jnp.sum(g * g)
+        names = shared_axes(total, axis_name)
+        return lax.psum(total, names) if names else total
+
+    def clip(updates, params):
+        del params
+        norm = jnp.sqrt(jax.tree.reduce(jnp.add, jax.tree.map(squares, updates), jnp.float32(0)))
+        factor = jnp.where(jnp.isfinite(norm), jnp.minimum(1, max_norm / norm), jnp.float32(jnp.nan))
+        return jax.tree.map(lambda g: g * jnp.where(norm == 0, 1, factor), updates)
+
+    return optax.stateless(clip)

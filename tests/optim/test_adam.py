@@ -29,6 +29,7 @@ def run(tx, gradients, steps):
 
 
 def test_the_moments_stay_e4m3_and_fp16_for_1000_steps():
+    """Traps 49, 52 and 53."""
     tx = optim.scale_by_low_precision_adam()
     gradients = {"w": jax.random.normal(jax.random.key(0), (8, 16)), "b": jnp.float32(0.3)}
     _, state, _ = run(tx, gradients, 1000)
@@ -170,10 +171,8 @@ def test_the_mesh_does_not_change_a_bit(granularity):
     tx = optim.scale_by_low_precision_adam(granularity=granularity)
 
     def two_steps(gradients):
-        state = tx.init(gradients)
-        for _ in range(2):
-            updates, state = tx.update(gradients, state)
-        return updates, state
+        state, updates = jax.lax.scan(lambda s, _: tx.update(gradients, s)[::-1], tx.init(gradients), length=2)
+        return jax.tree.map(lambda u: u[-1], updates), state
 
     expected = jax.jit(two_steps)(gradients)
     sharded = {
@@ -189,6 +188,7 @@ def test_the_mesh_does_not_change_a_bit(granularity):
 
 
 def test_x64_changes_no_dtype():
+    """Trap 54."""
     with jax.enable_x64(True):
         params = {"w": jnp.ones((2, 3), jnp.float32)}
         tx = optim.adamw(0.1, clip_norm=1.0, loss_scale=8.0)

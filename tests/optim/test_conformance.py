@@ -14,9 +14,9 @@ ROWS = [pytest.param(row, id=row.name) for row in OURS + STOCK]
 
 
 def example(dtype, **more):
-    """Parameters of an odd shape and a scalar (and ``more``), and gradients that differ by step."""
+    """A parameter of an odd shape (and ``more``), and gradients that differ by step."""
     rng = np.random.default_rng(0)
-    shapes = {"kernel": (3, 5), "scalar": (), **more}
+    shapes = {"kernel": (3, 5), **more}
 
     def draw():
         return {name: jnp.asarray(rng.normal(size=shape), dtype) for name, shape in shapes.items()}
@@ -49,7 +49,7 @@ def make_step(tx):
 @pytest.mark.parametrize("row", ROWS)
 def test_shapes_and_dtypes_never_drift(row, dtype):
     tx = row()
-    params, gradients = example(dtype, empty=(0, 2), bias=(7,))
+    params, gradients = example(dtype, empty=(0, 2), bias=(7,), scalar=())
     state = jax.eval_shape(tx.init, params)
     for _ in range(2):
         updates, after = jax.eval_shape(tx.update, gradients[0], state, params)
@@ -94,12 +94,10 @@ def test_composes(row):
     The injected numbers are float32: by default they take the dtype of the parameters, and b2 = .999 is 1 in bfloat16.
     """
     # Optax's own states drift there, from bfloat16 to float32.
-    params, gradients = example("float32" if row.keeps_dtype else "bfloat16")
+    params, gradients = example("float32" if row.keeps_dtype else "bfloat16", scalar=())
+    parts = optax.multi_transform({"a": row(), "b": optax.set_to_zero()}, {"kernel": "a", "scalar": "b"})
     wrapped = {
-        "chain": optax.chain(optax.clip_by_global_norm(1.0), row()),
-        "multi_transform": optax.multi_transform(
-            {"a": row(), "b": optax.set_to_zero()}, {"kernel": "a", "scalar": "b"}
-        ),
+        "chain, multi_transform": optax.chain(optax.clip_by_global_norm(1.0), parts),
         "inject": optax.inject_hyperparams(row.factory, hyperparam_dtype=jnp.float32)(**row.kwargs),
         "multi_steps": optax.MultiSteps(row(), 2).gradient_transformation(),
     }
@@ -116,7 +114,7 @@ def test_composes(row):
                 assert same_bits(current, before)
         assert all(np.isfinite(np.asarray(x, np.float32)).all() for x in jax.tree.leaves(current)), name
         assert not same_bits(current["kernel"], params["kernel"]), name
-        if name == "multi_transform":
+        if "multi_transform" in name:
             assert same_bits(current["scalar"], params["scalar"])
 
 
@@ -166,16 +164,15 @@ def test_zero_gradients_change_nothing(row):
     if "inner" in kwargs:
         kwargs["inner"] = optax.sgd(0.01)
     tx = row.factory(**kwargs)
-    # Optax's Adam gives NaN for zero gradients in float16, where eps is 0.
-    for dtype in ("float32", "bfloat16") if row.keeps_dtype else ("float32", "bfloat16", "float16"):
-        params = {"x": jnp.asarray([1.0, -0.3, 0.0], dtype)}
-        state, zeros = tx.init(params), jax.tree.map(jnp.zeros_like, params)
-        current, update = params, jax.jit(tx.update)
-        for _ in range(2):
-            updates, state = update(zeros, state, current)
-            assert all(not np.any(np.asarray(u, np.float32)) for u in jax.tree.leaves(updates))
-            current = optim.apply_updates(current, updates)
-        assert same_bits(current, params)
+    # Trap 50: eps is 0 in float16, so that Optax's Adam gives NaN there.
+    params = {"x": jnp.asarray([1.0, -0.3, 0.0], "float32" if row.keeps_dtype else "float16")}
+    state, zeros = tx.init(params), jax.tree.map(jnp.zeros_like, params)
+    current, update = params, jax.jit(tx.update)
+    for _ in range(2):
+        updates, state = update(zeros, state, current)
+        assert not np.any(np.asarray(updates["x"], np.float32))
+        current = optim.apply_updates(current, updates)
+    assert same_bits(current, params)
 
 
 @pytest.mark.parametrize("row", ROWS)

@@ -58,7 +58,7 @@ def given_updates():
 
 @pytest.mark.parametrize(("weight", "master"), CASES)
 def test_stored_weights_are_the_quantized_master_after_each_step(weight, master):
-    """Over steps of all sizes: small, many times the weight, and such that weights all but vanish or cross zero."""
+    """Trap 59, over steps of all sizes: small, many times the weight, and such that weights vanish or cross zero."""
     rng = np.random.default_rng(0)
     make = (WEIGHTS | FLOAT32_ONLY)[weight]
     params = {"w": make(jnp.asarray(rng.normal(size=(6, 5)), jnp.float32))}
@@ -177,7 +177,7 @@ def test_weight_decay_and_its_mask_see_the_masters_only():
 
 
 def test_gradients_of_quantized_weights_reach_the_master_in_float32():
-    """2e-4 is 0 in FP8; the master moves by it all the same."""
+    """Trap 60: 2e-4 is 0 in FP8; the master moves by it all the same."""
     params = optim.quantize_weights({"w": jnp.ones((2, 2))})
     slope = jax.grad(lambda p: 2e-4 * jnp.sum(p["w"]))(optim.dequantize_weights(params))
     assert slope["w"].dtype == jnp.float32
@@ -186,11 +186,9 @@ def test_gradients_of_quantized_weights_reach_the_master_in_float32():
     np.testing.assert_allclose(state.master["w"], 1 - 2e-4, rtol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "master"), [("float32", "float32"), ("bfloat16", "float32"), ("bfloat16", "float16")]
-)
+@pytest.mark.parametrize(("dtype", "master"), [("float32", "float16"), ("bfloat16", "float32")])
 def test_flax_nnx_optimizer_with_a_decay_mask(dtype, master):
-    """nnx.Optimizer applies with Optax; the state of its parameters is a tree like any other."""
+    """Trap 56: nnx.Optimizer applies with Optax; the state of its parameters is a tree like any other."""
     model = nnx.Linear(4, 3, rngs=nnx.Rngs(0), param_dtype=dtype)
     decayed = lambda p: jax.tree.map(lambda x: x.ndim > 1, p)
     tx = optim.adamw(0.1, weight_decay=0.1, mask=decayed, master_dtype=master)
@@ -208,7 +206,7 @@ def test_flax_nnx_optimizer_with_a_decay_mask(dtype, master):
     for _ in range(5):
         step(model, optimizer)
     assert loss(model) < 0.5 * before
-    if (dtype, master) == ("bfloat16", "float32"):
+    if dtype == "bfloat16":
         kernel = optimizer.opt_state.inner_state.master["kernel"][...]
         np.testing.assert_array_equal(kernel.astype(jnp.bfloat16), model.kernel[...])
 
