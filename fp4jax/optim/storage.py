@@ -26,7 +26,16 @@ from fp4jax.rounding import NOISE_BITS
 from fp4jax.scaling import AbsMax, Granularity, ScaleRule, manual_axes
 from fp4jax.typing import Array, AxisName
 
-FP16 = FloatFormat("fp16", 5, 10, 65504.0, np.float16)
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class WideFormat(FloatFormat):
+    """A format to store in, not to multiply: products of numbers of more than eight bits need not be exact."""
+
+    def __post_init__(self):
+        """Takes any number of bits, unlike ``FloatFormat``."""
+
+
+FP16 = WideFormat("fp16", 5, 10, 65504.0, np.float16)
 
 EIGHT_BITS = {np.dtype(f.dtype): f for f in (E4M3, E5M2)}
 SCALED = {**EIGHT_BITS, np.dtype(FP16.dtype): FP16}
@@ -71,14 +80,15 @@ class Storage:
         values = jax.tree.map(lambda p: jnp.zeros_like(p, dtype=self.dtype), like)
         if self.spec is None:
             return values, None
-        # Outside of shard_map there is no mesh axis to agree over, and a shape does not need one.
+        # Outside of shard_map there is no mesh axis to agree over, and zeros need none. The scales are made from zeros,
+        # not from a shape alone, since on an Explicit mesh their sharding is part of their type.
         granularity: Any = self.spec.granularity
         if granularity.axis_name is not None:
             granularity = dataclasses.replace(granularity, axis_name=())
 
         def scale(p):
-            one = jax.ShapeDtypeStruct(p.shape or (1,), jnp.float32)
-            return jnp.ones(jax.eval_shape(lambda x: granularity.reduce_max(x, (-1,)), one).shape, jnp.float32)
+            zeros = _with_an_axis(jnp.zeros_like(p, dtype=jnp.float32))
+            return jnp.ones_like(granularity.reduce_max(zeros, (-1,)))
 
         return values, jax.tree.map(scale, like)
 
