@@ -100,12 +100,24 @@ def _train(arguments: Arguments, console: Console) -> int:
     except CheckpointError as error:
         return _fail(str(error))
     except Interrupted as stop:
-        again = [word for word in arguments if word != "--resume"]
+        again = _without_resume(arguments)
         out = [] if config.out else ["--out", str(stop.folder)]
         console.print(f"{stop}, and saved; to go on:", highlight=False)
         console.print(shlex.join(["fp4jax", "train", *again, *out, "--resume"]), highlight=False, soft_wrap=True)
         return INTERRUPTED
     return 0
+
+
+def _without_resume(arguments: Arguments) -> list[str]:
+    """`arguments` but for --resume and --resume-step N (or =N), which a command that goes on must not repeat."""
+    words, kept = iter(arguments), []
+    for word in words:
+        flag, equals, _ = word.replace("_", "-").partition("=")
+        if flag == "--resume-step" and not equals:
+            next(words, None)
+        elif flag not in ("--resume", "--resume-step"):
+            kept.append(word)
+    return kept
 
 
 def _recipes(arguments: Arguments, console: Console) -> int:
@@ -124,12 +136,7 @@ def _data_prepare(arguments: Arguments, console: Console) -> int:
     from fp4jax.train.data import PrepareOptions, prepare
 
     options = _parse(PrepareOptions, "data prepare", arguments)
-    try:
-        corpus = prepare(options, console)
-    except DataError:
-        raise
-    except ValueError as error:  # documented: a vocabulary out of range
-        raise ConfigError(str(error)) from error
+    corpus = prepare(options, console)
     console.print(corpus.describe(), highlight=False, soft_wrap=True)
     console.print(f"to train on it: fp4jax train --text {options.out}", highlight=False, soft_wrap=True)
     return 0

@@ -93,8 +93,8 @@ class DGE(Estimator):
     def factor(self, u, format):
         p = jnp.abs(position(u.astype(jnp.float32), format) * jnp.float32(2) - jnp.float32(1))
         # The infinity of |0|^(1/k - 1) is cut off before anything could be differentiated through it.
-        power = jnp.where(p > 0, p, jnp.float32(1)) ** jnp.float32(1 / self.k - 1)
-        slope = jnp.where(p > 0, power * jnp.float32(1 / self.k), jnp.float32(self.clip))
+        power = jnp.where(p == 0, jnp.float32(1), p) ** jnp.float32(1 / self.k - 1)
+        slope = jnp.where(p == 0, jnp.float32(self.clip), power * jnp.float32(1 / self.k))
         return jnp.minimum(slope, jnp.float32(self.clip)).astype(u.dtype)
 
 

@@ -37,8 +37,6 @@ class OCC:
             ``residual_format`` inside the quantized operand. ``"sparse"``: a product of its own, ΔX · Q(W), in the
             activation's dtype.
         residual_format: format of the carried entries (its grid must hold that of the values), or None for float32.
-        capacity: for ``"sparse"``, the largest share of entries that may be outliers; by default 2(1-α), which an exact
-            quantile never exceeds, so nothing overflows. A smaller one is refused rather than dropped in silence.
         axis_name: manual mesh axes over which the values are split, inside a ``jax.shard_map(check_vma=False)``.
 
     Raises:
@@ -50,7 +48,6 @@ class OCC:
     scope: Literal["tensor", "vector"] = "tensor"
     compensation: Literal["none", "residual", "sparse"] = "residual"
     residual_format: FloatFormat | None = E4M3
-    capacity: float | None = None
     axis_name: AxisName | None = None
 
     def __post_init__(self):
@@ -67,11 +64,6 @@ class OCC:
             raise ValueError(
                 'compensation="sparse" needs quantile="exact": only then is the number of outliers bounded, by '
                 "2(1-alpha)"
-            )
-        if self.capacity is not None and self.capacity < 2 * (1 - self.alpha) * (1 - 1e-9):
-            raise ValueError(
-                f"capacity={self.capacity} is below 2(1-alpha) = {2 * (1 - self.alpha):.4g}, the share of outliers at "
-                f"alpha={self.alpha}; leave it out, or raise alpha"
             )
 
 
@@ -132,6 +124,11 @@ def _axis_size(names: tuple[AxisName, ...]) -> int:
 
 
 def _sampled(x: Array, alpha: float, axes: tuple[int, ...], names: tuple[AxisName, ...]) -> tuple[Array, Array]:
+    if explicit_sharding(x) is not None:
+        raise ValueError(
+            "quantile='sampled' would gather an array on an Explicit mesh to sample it; use quantile='exact', which "
+            "counts on every device"
+        )
     moved = jnp.moveaxis(as_float32(x), axes, range(-len(axes), 0))
     lead = moved.shape[: x.ndim - len(axes)]
     flat = moved.reshape(*lead, -1)

@@ -8,6 +8,7 @@ import numpy as np
 from fp4jax.estimators import STE, Estimator
 from fp4jax.outliers import OCC
 from fp4jax.quantize import QuantSpec
+from fp4jax.scaling import PowerOfTwo
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,6 +140,13 @@ class Recipe:
         if self.activation_spec is None:
             raise ValueError("outliers needs a quantized activation, but fprop.lhs is None")
         carrier = self.outliers.residual_format
+        rule = self.activation_spec.scale
+        if self.outliers.compensation == "residual" and isinstance(rule, PowerOfTwo) and rule.mode in ("floor", "even"):
+            raise ValueError(
+                f"outliers with compensation='residual' need a scale that no value exceeds, and {rule!r} lets the "
+                "largest saturate: carried outliers would lose up to a quarter; use PowerOfTwo('rceil') or "
+                "AbsMax()"
+            )
         if self.outliers.compensation == "residual" and carrier is not None:
             missing = np.setdiff1d(self.activation_spec.format.grid, carrier.grid)
             if missing.size:

@@ -81,6 +81,7 @@ class NearestEven(Rounding):
         if format.mantissa_bits:
             return nearest
         # Without a mantissa the last bit of a code is that of its exponent, so half the ties (|scaled| = 1.5) go down.
+        # exponent is biased by 127: the code of the lower neighbor is exponent - 127 - min_exponent + 1.
         lower_is_even = (exponent - format.min_exponent) % 2 == 0
         tie = jnp.abs(scaled) == jnp.float32(1.5)
         return jnp.where(tie & lower_is_even, lax.sign(scaled), nearest)

@@ -149,7 +149,7 @@ def dot_general(lhs: np.ndarray, rhs: np.ndarray, dimension_numbers: Any, recipe
             operand, scale = x.values, folded_scale(left, x)[:, :, None]
         g = gradient(wgrad.rhs, scale, m_range)
         dw = product(g.transpose(0, 2, 1), left.matrix(operand))  # [b, n, m] · [b, m, k]
-        if sparse:
+        if sparse and wgrad.lhs is not None:  # an activation left in high precision still holds its outliers
             dw = dw + product(dy32.reshape(b, m, n).transpose(0, 2, 1), left.matrix(x.residual))
 
     def through(total: Sum, side: Side, estimator: Any, spec: Any, q: oracle.Quantized) -> Sum:

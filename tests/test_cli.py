@@ -107,6 +107,9 @@ def test_a_terminal_without_greek_gets_question_marks():
         ("train --text /no/such.txt", r"no such text file: '/no/such.txt'"),
         ("train --min-chars -3", r"min_chars=-3 and max_chars=16384 must satisfy"),
         ("train --resume", r"resume needs out=FOLDER"),
+        ("train --resume-step 4", r"resume_step=4 needs out=FOLDER"),
+        ("train --resume-step 0 --out run", r"resume_step=0 must be a positive integer"),
+        ("train --resume-step 4 --out run", r"resume_step=4: there is no checkpoint in run.checkpoints"),
         ("train --embed-dim 100 --num-heads 3", r"embed_dim=100 must be a multiple of num_heads=3"),
         ("compare --recipes bf16 fp44", r"recipe 'fp44' is unknown; .*\(did you mean 'fp4'\?\)"),
         ("compare --seeds 1 1", r"seeds=\(1, 1\) must name at least one, and none twice"),
@@ -124,15 +127,31 @@ def test_what_cannot_be_is_one_line_and_exit_code_two(capsys, arguments, message
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_missing_package_is_one_line(capsys, monkeypatch, tmp_path):
+@pytest.mark.parametrize(
+    ("package", "arguments", "purpose"),
+    [
+        ("grain", "train", "sampling batches"),
+        ("tokenizers", "train --tokenizer tokenizer.json", "a tokenizer file"),
+        ("tokenizers", "data prepare text.txt", "training a tokenizer"),
+        ("matplotlib", "train", "drawing curves"),
+        ("matplotlib", "compare", "drawing curves"),
+        ("tensorboardX", "train", "writing TensorBoard events"),
+        ("tensorboardX", "compare", "writing TensorBoard events"),
+    ],
+)
+def test_a_missing_package_is_one_line(capsys, monkeypatch, tmp_path, package, arguments, purpose):
+    """Before anything is trained or written."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(sys.modules, "tensorboardX", None)
+    monkeypatch.setitem(sys.modules, package, None)
     (tmp_path / "text.txt").write_text("\n\n".join(["call me ishmael " * 10] * 40))
-    flags = "--text text.txt --min-chars 50 --steps 1 --batch-size 1 --seq-len 8 --num-layers 1 --embed-dim 8 --out run"
-    code, _, errors = run(capsys, "train", *flags.split(), "--num-heads", "1", "--recipe", "bf16")
-    assert code == 2
-    assert errors.startswith("fp4jax: writing TensorBoard events needs 'tensorboardX': pip install 'fp4jax[train]', or")
-    assert errors.count("\n") == 1
+    small = "--min-chars 50 --steps 1 --batch-size 1 --seq-len 8 --num-layers 1 --embed-dim 8 --num-heads 1"
+    if not arguments.startswith("data"):
+        arguments += f" --text text.txt {small}"
+    code, output, errors = run(capsys, *arguments.split(), "--out", "run")
+    assert (code, output) == (2, "")
+    alternative = ", or pass --no-tensorboard" if package == "tensorboardX" else ""
+    assert errors == f"fp4jax: {purpose} needs {package!r}: pip install 'fp4jax[train]'{alternative}\n"
+    assert [path.name for path in tmp_path.iterdir()] == ["text.txt"]
 
 
 def test_ctrl_c_before_training_is_no_traceback(capsys, monkeypatch):
@@ -143,7 +162,8 @@ def test_ctrl_c_before_training_is_no_traceback(capsys, monkeypatch):
     assert run(capsys, "train") == (130, "", "fp4jax: interrupted\n")
 
 
-def test_an_interrupted_run_prints_the_command_that_goes_on(capsys, monkeypatch, tmp_path):
+@pytest.mark.parametrize("resumed", [[], ["--resume"], ["--resume-step", "4"], ["--resume_step=4"]])
+def test_an_interrupted_run_prints_the_command_that_goes_on(capsys, monkeypatch, tmp_path, resumed):
     from fp4jax.train import job
     from fp4jax.train.loop import Interrupted
 
@@ -151,7 +171,8 @@ def test_an_interrupted_run_prints_the_command_that_goes_on(capsys, monkeypatch,
         raise Interrupted("fp4", 7, tmp_path / "a run")
 
     monkeypatch.setattr(job, "train", train)
-    code, output, _ = run(capsys, "train", "--seed", "3")
+    out = ["--out", str(tmp_path / "a run")]
+    code, output, _ = run(capsys, "train", *resumed, "--seed", "3", *(out if resumed else []))
     assert code == 130
     assert "interrupted fp4 after step 7" in output
     assert output.splitlines()[-1] == f"fp4jax train --seed 3 --out '{tmp_path / 'a run'}' --resume"

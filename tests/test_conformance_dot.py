@@ -127,6 +127,9 @@ COMBINATIONS = {
     "patches of weights": recipe_of((FINE, PATCHES), (TOKENWISE_E4M3, PATCHES), (None, None)),
     "weights alone": recipe_of((None, FINE), wgrad=(None, None), weight_estimator=fp4jax.ClippedSTE()),
     "activations alone": recipe_of((FINE, None), dgrad=(None, None), activation_estimator=fp4jax.DGE(k=3.0)),
+    "outliers beside a plain wgrad": recipe_of(
+        (FINE, FINE), wgrad=(None, None), outliers=fp4jax.OCC(0.9, compensation="sparse")
+    ),
     "gradients in high precision": recipe_of((FINE, FINE), outliers=fp4jax.OCC()),
     "gradients by vector": recipe_of(
         (FINE, FINE), (TOKENWISE_E4M3, fp4jax.REUSE), (fp4jax.REUSE, fp4jax.QuantSpec(fp4jax.E2M1))
@@ -139,7 +142,7 @@ COMBINATIONS = {
     "sparse residual": recipe_of((FINE, FINE), outliers=fp4jax.OCC(alpha=0.9, compensation="sparse")),
     "an estimator behind a clamp": recipe_of(
         (fp4jax.QuantSpec(fp4jax.E2M1, scale=fp4jax.PowerOfTwo("floor")), FINE),
-        outliers=fp4jax.OCC(alpha=0.9, scope="vector"),
+        outliers=fp4jax.OCC(alpha=0.9, scope="vector", compensation="none"),
         activation_estimator=fp4jax.ClippedSTE(),
     ),
     "an activation quantized again": recipe_of((FINE, FINE), wgrad=(NVFP4, None), outliers=fp4jax.OCC(alpha=0.9)),

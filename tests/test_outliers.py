@@ -101,12 +101,17 @@ def test_a_sampled_quantile_looks_at_every_channel():
         ({"scope": "row"}, "scope='row' is none of 'tensor', 'vector'"),
         ({"compensation": "full"}, "compensation='full' is none of 'none', 'residual', 'sparse'"),
         ({"compensation": "sparse", "quantile": "sampled"}, 'compensation="sparse" needs quantile="exact"'),
-        ({"compensation": "sparse", "capacity": 0.01}, r"capacity=0.01 is below 2\(1-alpha\) = 0.02"),
     ],
 )
 def test_bad_parameters_say_what_would_work(arguments, message):
     with pytest.raises(ValueError, match=message):
         fp4jax.OCC(**arguments)
+
+
+def test_sampling_refuses_an_explicit_mesh():
+    x = jax.device_put(jnp.ones((64, 32)), jax.NamedSharding(EXPLICIT, jax.P("data")))
+    with pytest.raises(ValueError, match=r"quantile='sampled' would gather .* use quantile='exact'"):
+        fp4jax.clamp_outliers(x, fp4jax.OCC(quantile="sampled"), axis=-1)
 
 
 def test_empty_tensors_pass():

@@ -71,6 +71,10 @@ def test_a_stochastic_recipe_says_that_it_needs_a_key():
             {"fprop": Gemm(QuantSpec(fp4jax.E4M3), None), "outliers": fp4jax.OCC(residual_format=fp4jax.E5M2)},
             r"outliers.residual_format=E5M2 cannot hold the values of E4M3 \(such as 416.0\); use E4M3, or None",
         ),
+        (
+            {"fprop": Gemm(QuantSpec(fp4jax.E2M1, scale=fp4jax.PowerOfTwo("floor")), None), "outliers": fp4jax.OCC()},
+            r"need a scale that no value exceeds, and PowerOfTwo\(mode='floor'\) lets the largest saturate",
+        ),
     ],
 )
 def test_contradictions_are_refused(arguments, message):

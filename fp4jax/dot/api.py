@@ -10,7 +10,7 @@ from jax import lax
 from fp4jax.blocks import explicit_sharding
 from fp4jax.dot.call import Call
 from fp4jax.dot.geometry import Geometry
-from fp4jax.dot.registry import BACKENDS, choose
+from fp4jax.dot.registry import BACKENDS, check_name, choose
 from fp4jax.recipe import Recipe
 from fp4jax.typing import Array, DimensionNumbers, Key
 
@@ -79,6 +79,7 @@ def dot_general(
             raise TypeError(f"{name} has dtype {operand.dtype}; dot_general takes {', '.join(_DTYPES)} (cast it first)")
     out_dtype = jnp.dtype(preferred_element_type or recipe.output_dtype or lhs.dtype)
     if not recipe.quantizes:
+        check_name(backend)
         out = lax.dot_general(
             lhs, rhs.astype(lhs.dtype), dimension_numbers, precision, preferred_element_type, out_sharding=out_sharding
         )
@@ -140,10 +141,7 @@ class DotGeneral:
     def __post_init__(self):
         if not isinstance(self.recipe, Recipe):
             raise TypeError(f"recipe={self.recipe!r} must be a Recipe, such as fp4jax.recipes.fp4()")
-        if self.backend is not None and self.backend not in BACKENDS:
-            raise ValueError(
-                f"backend={self.backend!r} is unknown; there are {', '.join(map(repr, BACKENDS))}, or None"
-            )
+        check_name(self.backend)
 
     def __call__(
         self,

@@ -31,6 +31,14 @@ class Backend(Protocol):
 BACKENDS: dict[str, Backend] = {"xla": xla}
 
 
+def check_name(backend: str | None) -> None:
+    """Raises ValueError if ``backend`` is neither None nor in ``BACKENDS``."""
+    if backend is not None and backend not in BACKENDS:
+        raise ValueError(
+            f"backend={backend!r} is unknown; there are {', '.join(map(repr, BACKENDS))}, or None to choose"
+        )
+
+
 def choose(backend: str | None, call: Call) -> str:
     """Name of the backend to run ``call``.
 
@@ -44,10 +52,7 @@ def choose(backend: str | None, call: Call) -> str:
             return able[0]
         details = "; ".join(f"{name}: {', '.join(why)}" for name, why in reasons.items())
         raise ValueError(f"no backend supports recipe {call.recipe.name!r} here ({details})")
-    if backend not in BACKENDS:
-        raise ValueError(
-            f"backend={backend!r} is unknown; there are {', '.join(map(repr, BACKENDS))}, or None to choose"
-        )
+    check_name(backend)
     if reasons[backend]:
         raise ValueError(
             f"backend={backend!r} does not support recipe {call.recipe.name!r} here: {', '.join(reasons[backend])}; "

@@ -17,6 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from fp4jax.dot.call import Call, marked_dot, permuted
 from fp4jax.dot.geometry import restore, scale_to_result
+from fp4jax.estimators import gradient_factor
 from fp4jax.exact import as_float32, magnitude, multiply
 from fp4jax.formats import E4M3, FloatFormat
 from fp4jax.outliers import OCC, clip, thresholds
@@ -234,8 +235,9 @@ def fprop(lhs: Array, rhs: Array, key: Key | None, call: Call) -> tuple[Array, R
 
     out = _multiply(lhs_operand, rhs_operand, geometry.fprop, call, "fprop", call.out_sharding)
     if delta is not None and recipe.outliers is not None and recipe.outliers.compensation == "sparse":
-        kept["delta"] = delta.astype(call.lhs_dtype)
-        sparse = Operand(kept["delta"], None)
+        sparse = _high(delta, call)
+        if recipe.wgrad.lhs is not None:  # an activation in high precision still holds its outliers
+            kept["delta"] = sparse.values
         out = out + _multiply(sparse, rhs_operand, geometry.fprop, call, "occ", call.out_sharding)
     return out.astype(call.out_dtype), Residuals(**kept)
 
@@ -318,9 +320,7 @@ def wgrad(residuals: Residuals, g: Array, call: Call) -> Array:
         out = out + _multiply(sparse, plain, geometry.wgrad, call, "occ", out_sharding)
     out = restore(out, geometry.wgrad_axes)
     if not recipe.weight_estimator.is_identity:
-        spec, value = recipe.weight_spec, as_float32(residuals.rhs)
-        assert spec is not None  # a recipe with a weight estimator has one
+        assert recipe.weight_spec is not None  # a recipe with a weight estimator has one
         axis = _negative(geometry.rhs_contract, geometry.rhs_ndim)
-        scales = find_scales(value, spec, axis)
-        out = out * recipe.weight_estimator.factor(scaled_input(value, scales, spec, axis), spec.format)
+        out = out * gradient_factor(residuals.rhs, recipe.weight_spec, axis, recipe.weight_estimator)
     return out.astype(call.rhs_dtype)

@@ -10,7 +10,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from fp4jax.models.configs import LlamaConfig
-from fp4jax.models.parts import axis_names, fold_path, rows
+from fp4jax.models.parts import axis_names, rows, streams
 from fp4jax.nn.product import product
 from fp4jax.recipe import Recipe
 
@@ -32,8 +32,8 @@ class Head(nnx.Module):
             init = nnx.initializers.normal(config.weight_std)
             shape = (config.embed_dim, config.vocab_size)
             self.kernel = nnx.Param(init(rngs.params(), shape, config.param_dtype), **axis_names("embed", "vocab"))
-        streams = nnx.Rngs(noise=fold_path(rngs, "head"))
-        self.dot_general = wide_dot_general if recipe is None else product(recipe, backend, streams)
+        plain = recipe is None or not recipe.quantizes
+        self.dot_general = wide_dot_general if plain else product(recipe, backend, streams(rngs, "head", recipe))
 
     def __call__(self, x: jax.Array, table: jax.Array) -> jax.Array:
         """x [..., d], table [v, d] (used if tied) -> float32 logits [..., v]."""

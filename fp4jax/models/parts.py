@@ -45,16 +45,19 @@ def linear(
         param_dtype=config.param_dtype,
         kernel_init=nnx.initializers.normal(config.weight_std if std is None else std),
         kernel_metadata=axis_names(*axes),
-        rngs=nnx.Rngs(params=rngs.params(), noise=fold_path(rngs, path)),
+        rngs=streams(rngs, path, recipe, params=rngs.params()),
     )
 
 
-def fold_path(rngs: nnx.Rngs, path: str) -> jax.Array:
-    """The noise key of the layer at `path`: a function of the "noise" seed and the path alone.
+def streams(rngs: nnx.Rngs, path: str, recipe: Recipe | None, **others: jax.Array) -> nnx.Rngs:
+    """The streams of the layer at `path`: others, and noise if its recipe draws any.
 
-    Nothing is drawn from a stream, so that the noise of one layer does not move when a rule changes another's recipe.
+    The noise key is a function of the "noise" seed and the path alone. Nothing is drawn from a stream, so that the
+    noise of one layer does not move when a rule changes another's recipe.
     """
-    return jax.random.fold_in(rngs.noise.key[...], zlib.crc32(path.encode()))
+    if recipe is not None and recipe.needs_key:
+        others["noise"] = jax.random.fold_in(rngs.noise.key[...], zlib.crc32(path.encode()))
+    return nnx.Rngs(**others)
 
 
 def rows(x: jax.Array) -> jax.Array:

@@ -61,4 +61,6 @@ def test_an_unknown_backend_lists_the_known_ones():
     with pytest.raises(ValueError, match=r"backend='hoper' is unknown; there are .*'xla'"):
         used(FP4, "hoper")
     with pytest.raises(ValueError, match=r"backend='hoper' is unknown"):
+        used(fp4jax.recipes.bf16(), "hoper")
+    with pytest.raises(ValueError, match=r"backend='hoper' is unknown"):
         fp4jax.DotGeneral(FP4, backend="hoper")

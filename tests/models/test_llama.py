@@ -15,6 +15,7 @@ import fp4jax
 from fp4jax.models import Llama, cross_entropy
 from fp4jax.models.head import wide_dot_general
 from fp4jax.models.llama import LINEAR_PATHS
+from fp4jax.nn import default_rules
 
 BF16, FP8, FP4, FP4_VECTOR, FP4_DIRECT = (
     fp4jax.recipes.bf16(),
@@ -220,3 +221,17 @@ def test_a_token_outside_the_vocabulary_is_loud():
     logits = forward(*build(), jnp.array([[1, 2, SMALL.vocab_size], [1, 2, SMALL.vocab_size - 1]]))
     assert bool(jnp.all(jnp.isnan(logits[0, 2])))
     assert not bool(jnp.any(jnp.isnan(logits[1])))
+
+
+def test_a_model_without_noise_needs_no_noise_seed():
+    Llama(SMALL, rules=default_rules(FP4), rngs=nnx.Rngs(params=0))
+    noisy = fp4jax.Gemm(fp4jax.QuantSpec(fp4jax.E2M1, rounding=fp4jax.STOCHASTIC))
+    with pytest.raises(AttributeError, match="noise"):
+        Llama(SMALL, rules=default_rules(fp4jax.Recipe("noisy", noisy)), rngs=nnx.Rngs(params=0))
+
+
+def test_a_head_without_quantizers_is_a_head_without_a_recipe():
+    def losses(rules):
+        return loss_and_grads(*nnx.split(Llama(SMALL, rules=rules, rngs=nnx.Rngs(params=0)), nnx.Param, ...))
+
+    assert_bit_equal(losses([(".*", BF16)]), losses(None))
