@@ -132,7 +132,7 @@ def test_what_cannot_be_is_one_line_and_exit_code_two(capsys, arguments, message
     [
         ("grain", "train", "sampling batches"),
         ("tokenizers", "train --tokenizer tokenizer.json", "a tokenizer file"),
-        ("tokenizers", "data prepare text.txt", "training a tokenizer"),
+        ("tokenizers", "data prepare text.txt", "preparing text"),
         ("matplotlib", "train", "drawing curves"),
         ("matplotlib", "compare", "drawing curves"),
         ("tensorboardX", "train", "writing TensorBoard events"),

@@ -147,8 +147,8 @@ class Arm:
         self._validation = validation_batches(
             text.split.validation,
             plan.seq_len,
-            plan.batch_size // plan.accumulate,
-            limit=plan.eval_batches or None,
+            plan.batch_size // plan.accumulate,  # memory that holds a microbatch need not hold a batch
+            limit=plan.eval_batches * plan.accumulate or None,
             **self._processes,
         )
 

@@ -10,7 +10,7 @@ from rich.console import Console
 from fp4jax.train.arm import Arm, Text
 from fp4jax.train.config import CompareConfig
 from fp4jax.train.display import Display, Progress
-from fp4jax.train.job import describe, title
+from fp4jax.train.job import describe, require_packages, title
 from fp4jax.train.loop import Result, StopSignal, train_arm
 from fp4jax.train.metrics import MetricsLog
 from fp4jax.train.plots import Curves, draw_curves
@@ -42,6 +42,7 @@ def compare(config: CompareConfig, console: Console) -> tuple[Path, list[Summary
         >>> folder, summaries = compare(CompareConfig(seeds=(0, 1)), Console())  # doctest: +SKIP
     """
     config = config.resolved()
+    require_packages(config.plan)
     text = Text.load(config.data)
     side_by_side = jax.default_backend() == "gpu" if config.side_by_side is None else config.side_by_side
     groups = [config.seeds] if side_by_side else [(seed,) for seed in config.seeds]

@@ -163,7 +163,7 @@ class Settings:
         """
         preset = PRESETS[check_choice("model", self.model.model, PRESETS)]
         loop = _filled(self.loop, preset)
-        if self.loop.eval_every is None and self.loop.steps is not None:
+        if self.loop.eval_every is None and self.loop.steps is not None and self.loop.steps < preset.steps:
             loop = dataclasses.replace(loop, eval_every=max(1, min(preset.eval_every, self.loop.steps // 10)))
         settings = dataclasses.replace(self, loop=loop, optimizer=_filled(self.optimizer, preset))
         _check(settings)
@@ -192,6 +192,8 @@ class CheckpointOptions:
     """How many of the newest checkpoints to keep."""
     resume: bool = False
     """Go on from the newest checkpoint in --out, or start where there is none. All other settings must be the same."""
+    resume_step: int | None = None
+    """Go on from the checkpoint of this step instead, such as the last good one; later steps are made again."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -214,8 +216,13 @@ class TrainConfig(Settings):
         _positive("keep", config.checkpoint.keep)
         if config.checkpoint.save_every is not None:
             _positive("save_every", config.checkpoint.save_every)
+        step = config.checkpoint.resume_step
+        if step is not None:
+            _positive("resume_step", step)
+            config = dataclasses.replace(config, checkpoint=dataclasses.replace(config.checkpoint, resume=True))
         if config.checkpoint.resume and config.out is None:
-            raise ConfigError("resume needs out=FOLDER, the run to go on with")
+            name = "resume" if step is None else f"resume_step={step}"
+            raise ConfigError(f"{name} needs out=FOLDER, the run to go on with")
         return config
 
 

@@ -7,12 +7,14 @@ from rich.console import Console
 
 from fp4jax.train.arm import Arm, Text
 from fp4jax.train.checkpoint import Checkpointer
-from fp4jax.train.config import TrainConfig, to_json
+from fp4jax.train.config import CheckpointOptions, Plan, TrainConfig, to_json
 from fp4jax.train.display import Display, number
+from fp4jax.train.errors import ConfigError
 from fp4jax.train.loop import Result, Saving, StopSignal, train_arm
-from fp4jax.train.metrics import MetricsLog
-from fp4jax.train.plots import Curves, draw_curves
+from fp4jax.train.metrics import MetricsLog, require_tensorboard
+from fp4jax.train.plots import Curves, draw_curves, require_matplotlib
 from fp4jax.train.rundir import circumstances, open_run, write_json
+from fp4jax.train.step import TrainState
 from fp4jax.train.tables import result_table
 
 CHECKPOINTS = "checkpoints"
@@ -46,19 +48,15 @@ def train(config: TrainConfig, console: Console) -> tuple[Path, Result]:
     """
     config = config.resolved()
     plan, options = config.plan, config.checkpoint
+    require_packages(plan)
+    if options.resume_step is not None and config.out and not (config.out / CHECKPOINTS).is_dir():
+        raise ConfigError(f"resume_step={options.resume_step}: there is no checkpoint in {config.out / CHECKPOINTS}")
     text = Text.load(config.data)
     arm = Arm(config, config.recipe, (config.seed,), text)
     folder = open_run(config, "train", out=config.out, fingerprint=text.fingerprint, resume=options.resume)
     console.print(describe(arm, folder), highlight=False, soft_wrap=True)
     with Checkpointer(folder / CHECKPOINTS, keep=options.keep) as checkpointer:
-        start = checkpointer.latest() if options.resume else None
-        if start is None:
-            if options.resume:
-                console.print("no checkpoint yet: starting at step 0", highlight=False)
-            state = arm.init()
-        else:
-            state, _ = checkpointer.restore(arm.abstract_state, start)
-            console.print(f"resumed after step {start}", highlight=False)
+        state, start = _first_state(arm, checkpointer, options, console)
         metadata = {"settings": to_json(config), "corpus": text.fingerprint}
         saving = Saving(checkpointer, options.save_every or max(1, plan.steps // 10), metadata)
         with (
@@ -87,6 +85,36 @@ def train(config: TrainConfig, console: Console) -> tuple[Path, Result]:
     )
     console.print(f"{speed}; curves: {folder / 'curves.png'}", highlight=False, soft_wrap=True)
     return folder, result
+
+
+def require_packages(plan: Plan) -> None:
+    """Import what writes a run's curves and events, so that its absence is noticed before training and not after it.
+
+    Raises:
+        MissingPackageError: matplotlib is absent, or tensorboardX is and `plan.tensorboard` asks for it.
+    """
+    require_matplotlib()
+    if plan.tensorboard:
+        require_tensorboard()
+
+
+def _first_state(
+    arm: Arm, checkpointer: Checkpointer, options: CheckpointOptions, console: Console
+) -> tuple[TrainState, int | None]:
+    """Where training begins, and the step it resumes after; None for a start at step 0."""
+    start = options.resume_step
+    if start is None and options.resume:
+        start = checkpointer.latest()
+        if start is None:
+            console.print("no checkpoint yet: starting at step 0", highlight=False)
+    if start is None:
+        return arm.init(), None
+    try:
+        state, _ = checkpointer.restore(arm.abstract_state, start)
+    except FileNotFoundError as error:
+        raise ConfigError(f"resume_step={start}: {error}") from error
+    console.print(f"resumed after step {start}", highlight=False)
+    return state, start
 
 
 def title(arm: Arm) -> str:

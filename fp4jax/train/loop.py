@@ -172,7 +172,7 @@ class _Run:
     def train(self, state: TrainState, stop: StopSignal) -> list[Result]:
         """See `train_arm`."""
         arm, steps = self.arm, self.arm.plan.steps
-        start = step = int(np.ravel(state.step)[0])
+        start = int(np.ravel(state.step)[0])
         self.saved_step = start if start else None
         self.progress.skipped = _count(state.skipped).mean()
         batches = arm.batches(start)

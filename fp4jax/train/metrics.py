@@ -15,7 +15,7 @@ import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
+from types import ModuleType, TracebackType
 from typing import Any
 
 import numpy as np
@@ -50,11 +50,7 @@ class MetricsLog:
     """
 
     def __init__(self, folder: Path, *, tensorboard: bool, resume_at: int | None = None):
-        writers = (
-            require("tensorboardX", "writing TensorBoard events", instead="pass --no-tensorboard")
-            if tensorboard
-            else None
-        )
+        writers = require_tensorboard() if tensorboard else None
         folder.mkdir(parents=True, exist_ok=True)
         if resume_at is not None:
             truncate_metrics(folder, resume_at)
@@ -89,6 +85,15 @@ class MetricsLog:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def require_tensorboard() -> ModuleType:
+    """Import tensorboardX.
+
+    Raises:
+        MissingPackageError: it is not installed.
+    """
+    return require("tensorboardX", "writing TensorBoard events", instead="pass --no-tensorboard")
 
 
 def read_metrics(folder: Path, kind: str | None = None) -> list[Row]:

@@ -62,6 +62,15 @@ def smooth(values: np.ndarray, window: int) -> np.ndarray:
         return total / np.where(count == 0, math.nan, count)
 
 
+def require_matplotlib() -> None:
+    """Import matplotlib.
+
+    Raises:
+        MissingPackageError: it is not installed.
+    """
+    require("matplotlib", "drawing curves")
+
+
 def draw_curves(
     path: Path, curves: Sequence[Curves], *, baseline: str, tokens_per_step: int, title: str, token: str = "token"
 ) -> None:
@@ -80,7 +89,7 @@ def draw_curves(
     Raises:
         MissingPackageError: matplotlib is not installed.
     """
-    require("matplotlib", "drawing curves")
+    require_matplotlib()
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -68,7 +68,8 @@ class Architecture:
     def init(self, seed: jax.Array | int) -> tuple[Params, Params]:
         """Parameters and noise keys of a seed (a scalar, which may be traced)."""
         key = jax.random.key(jnp.asarray(seed, jnp.uint32))
-        model = self.create(nnx.Rngs(params=key, noise=jax.random.fold_in(key, 1)))
+        # The stream "params" draws fold_in(key, 0), fold_in(key, 1), …; it never comes to the last number.
+        model = self.create(nnx.Rngs(params=key, noise=jax.random.fold_in(key, 2**32 - 1)))
         _, params, noise = nnx.split(model, nnx.Param, ...)
         return nnx.to_pure_dict(params), nnx.to_pure_dict(noise)
 

@@ -18,7 +18,10 @@ from fp4jax.train.data import DataOptions, DocumentRule
 
 MODEL = ModelOptions(num_layers=2, embed_dim=32, num_heads=2, mlp_dim=32)
 LOOP = LoopOptions(steps=6, batch_size=4, seq_len=16, eval_every=3, eval_batches=2, tensorboard=False)
-WORDS = "the whale sea ship captain old white deep men boat harpoon wind night star oil".split()
+WORDS = [
+    "the", "whale", "sea", "ship", "captain", "old", "white", "deep",
+    "men", "boat", "harpoon", "wind", "night", "star", "oil",
+]  # fmt: skip
 
 
 def write_text(folder: Path) -> tuple[Path, ...]:

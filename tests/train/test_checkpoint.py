@@ -251,7 +251,7 @@ def test_resuming_is_bit_equal_to_never_having_stopped(tmp_path):
     def train_step(state):
         key, noise = jax.random.split(state["key"])
         x = jax.random.normal(noise, (16, 4))
-        loss = lambda params: jnp.mean((nnx.merge(graph, params)(x) - x[:, :2]) ** 2)  # noqa: E731
+        loss = lambda params: jnp.mean((nnx.merge(graph, params)(x) - x[:, :2]) ** 2)
         gradients = jax.grad(loss)(state["params"])
         updates, moments = optimizer.update(gradients, state["optimizer"], state["params"])
         params = optax.apply_updates(state["params"], updates)

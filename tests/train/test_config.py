@@ -49,6 +49,18 @@ def test_what_is_given_wins_over_the_preset():
     assert (settings.plan.steps, settings.plan.eval_every, settings.optimizer.learning_rate) == (50, 5, 0.5)
 
 
+def test_naming_the_steps_of_the_preset_changes_nothing():
+    preset = PRESETS["tiny"]
+    named = Settings(loop=LoopOptions(steps=preset.steps)).resolved()
+    assert named == Settings().resolved()
+    assert Settings(loop=LoopOptions(steps=10 * preset.steps)).resolved().plan.eval_every == preset.eval_every
+
+
+def test_a_step_to_resume_is_a_wish_to_resume(tmp_path):
+    config = TrainConfig(out=tmp_path, checkpoint=CheckpointOptions(resume_step=4)).resolved()
+    assert config.checkpoint.resume
+
+
 def test_an_unresolved_plan_says_what_is_missing():
     with pytest.raises(ConfigError, match=r"steps, seq_len, .*eval_batches not given"):
         _ = Settings(loop=LoopOptions(batch_size=1)).plan
@@ -96,6 +108,8 @@ def test_values_out_of_range_are_refused(settings, message):
         (TrainConfig(checkpoint=CheckpointOptions(keep=0)), r"keep=0 must be a positive integer"),
         (TrainConfig(checkpoint=CheckpointOptions(save_every=0)), r"save_every=0 must be a positive integer"),
         (TrainConfig(checkpoint=CheckpointOptions(resume=True)), r"resume needs out=FOLDER"),
+        (TrainConfig(checkpoint=CheckpointOptions(resume_step=4)), r"resume_step=4 needs out=FOLDER"),
+        (TrainConfig(checkpoint=CheckpointOptions(resume_step=0)), r"resume_step=0 must be a positive integer"),
         (TrainConfig(recipe="fp5"), r"recipe 'fp5' is unknown"),
         (CompareConfig(recipes=()), r"recipes=\(\) must name at least one"),
         (CompareConfig(seeds=(1, 1)), r"seeds=\(1, 1\) must name at least one, and none twice"),

@@ -29,6 +29,7 @@ from fp4jax.train.data import (
     load,
     prepare,
 )
+from fp4jax.train.errors import MissingPackageError
 
 END = ByteTokenizer.end_of_document
 
@@ -253,7 +254,7 @@ def test_absent_packages_are_named_with_their_extra(monkeypatch, tmp_path, novel
         "grain": lambda: sampling.Batches(novels, 8, 2, 0),
         "tokenizers": lambda: FileTokenizer(tmp_path / "tokenizer.json"),
     }[package]
-    with pytest.raises(ModuleNotFoundError, match=rf"needs the package '{package}': pip install 'fp4jax\[data\]'"):
+    with pytest.raises(MissingPackageError, match=rf"needs '{package}': pip install 'fp4jax\[train\]'"):
         use()
     # What is left works without them: reading text, splitting, and validation.
     assert len(sampling.validation_batches(novels.split().validation, 64, 4, limit=2)) == 2

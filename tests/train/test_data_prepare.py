@@ -160,7 +160,7 @@ def test_unusable_text_leaves_nothing(files, tmp_path):
 
 @pytest.mark.parametrize("vocab_size", [0, 256, 65537])
 def test_vocabulary_out_of_range(files, tmp_path, vocab_size):
-    with pytest.raises(ValueError, match=rf"vocab_size={vocab_size} must be from 257 .* to 65536 \(what uint16"):
+    with pytest.raises(DataError, match=rf"vocab_size={vocab_size} must be from 257 .* to 65536 \(what uint16"):
         prepare(PrepareOptions(files, tmp_path / "out", vocab_size=vocab_size))
     assert not (tmp_path / "out").exists()
 

@@ -1,9 +1,12 @@
 """`train`: resume is bit-equal to never having stopped, metrics hold each step once, Ctrl-C saves."""
 
 import dataclasses
+import functools
 import io
 import json
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,6 +21,7 @@ from rich.console import Console
 
 import fp4jax
 import fp4jax.train.arm
+from fp4jax.cli import main
 from fp4jax.recipes import RECIPES
 from fp4jax.train.arm import Arm, Text
 from fp4jax.train.checkpoint import Checkpointer
@@ -70,12 +74,24 @@ def paths(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def whole(noisy_recipe, paths, tmp_path_factory):
-    """The folder of a run that was never stopped."""
-    out = tmp_path_factory.mktemp("runs") / "whole"
-    console = quiet()
-    folder, result = train(dataclasses.replace(train_config(paths, out), recipe="noisy"), console)
-    return folder, result, console.file.getvalue()
+def wholes(noisy_recipe, paths, tmp_path_factory):
+    """By `accumulate`: folder, result and output of a run that was never stopped."""
+
+    @functools.cache
+    def whole(accumulate: int):
+        out = tmp_path_factory.mktemp("runs") / "whole"
+        console = quiet()
+        config = dataclasses.replace(train_config(paths, out, accumulate=accumulate), recipe="noisy")
+        folder, result = train(config, console)
+        return folder, result, console.file.getvalue()
+
+    return whole
+
+
+@pytest.fixture(scope="module")
+def whole(wholes):
+    """The run with one microbatch."""
+    return wholes(1)
 
 
 def final_state(folder, recipe: str, paths):
@@ -126,10 +142,11 @@ def test_a_run_leaves_everything_in_its_folder(whole):
     assert result.tokens_per_second > 0
 
 
-def test_an_interrupted_run_goes_on_bit_for_bit(whole, noisy_recipe, paths, tmp_path, monkeypatch):
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_an_interrupted_run_goes_on_bit_for_bit(wholes, noisy_recipe, paths, tmp_path, monkeypatch, accumulate):
     """Stopped by a real SIGINT after step 5, where no checkpoint was due, between two validations."""
-    folder, result, _ = whole
-    config = dataclasses.replace(train_config(paths, tmp_path / "run"), recipe="noisy")
+    folder, result, _ = wholes(accumulate)
+    config = dataclasses.replace(train_config(paths, tmp_path / "run", accumulate=accumulate), recipe="noisy")
     with monkeypatch.context() as patch:
         stop_at(patch, 5, lambda: signal.raise_signal(signal.SIGINT))
         with pytest.raises(Interrupted, match="interrupted noisy after step 5") as caught:
@@ -196,6 +213,58 @@ def test_a_killed_process_and_a_new_one_equal_a_run_in_one(paths, tmp_path):
     assert "no checkpoint yet: starting at step 0" in console.file.getvalue()
     assert measured(tmp_path / "killed") == measured(tmp_path / "whole")
     assert_bit_equal(final_state(tmp_path / "killed", "bf16", paths), final_state(tmp_path / "whole", "bf16", paths))
+
+
+def test_the_advice_on_a_damaged_checkpoint_works(paths, tmp_path, capsys):
+    """The newest step is damaged: the command line says what to add, and with it the run comes to the same end."""
+
+    def run(*options: str) -> tuple[int, str, str]:
+        words = ["train", "--recipe", "bf16", *flags(train_config(paths)), "--save-every", "2"]
+        code = main([*words, "--out", str(folder), *options])
+        return code, *capsys.readouterr()
+
+    folder = tmp_path / "run"
+    assert run()[0] == 0
+    before, state = measured(folder), final_state(folder, "bf16", paths)
+    largest = max((folder / CHECKPOINTS / "6" / "state").rglob("*"), key=lambda path: path.stat().st_size)
+    with largest.open("r+b") as file:
+        byte = file.read(1)
+        file.seek(0)
+        file.write(bytes([byte[0] ^ 1]))
+    with (folder / FILE).open("a") as file:
+        file.write('{"kind": "train", "step": 7, "loss": 99.0}\n')
+    code, _, errors = run("--resume")
+    assert (code, errors.count("\n")) == (2, 1)
+    assert "step 6 at " in errors
+    advice = re.search(r"pass (--resume-step 4) / step=4$", errors)
+    assert advice, errors
+    code, output, _ = run("--resume", *advice[1].split())
+    assert code == 0
+    assert "resumed after step 4" in output
+    assert measured(folder) == before
+    assert_bit_equal(final_state(folder, "bf16", paths), state)  # of the step 6 that took the damaged one's place
+    assert run("--resume")[0] == 0
+    shutil.rmtree(folder / CHECKPOINTS / "4")
+    code, _, errors = run("--resume-step", "4")
+    assert code == 2
+    assert re.fullmatch(r"fp4jax: resume_step=4: there is no step 4 in .*; it holds steps 2, 6\n", errors), errors
+
+
+@pytest.mark.parametrize("limit", [0, 2])
+def test_the_validated_tokens_do_not_depend_on_accumulate(paths, limit):
+    """Of a split that has more windows than `limit` batches take; microbatches are validated one by one."""
+    seen = {}
+    for accumulate in (1, 2, 4):
+        config = train_config(paths, accumulate=accumulate, eval_batches=limit).resolved()
+        arm = Arm(config, "bf16", (0,), Text.load(config.data))
+        batches = list(arm._validation)
+        assert batches[0]["tokens"].shape == (4 // accumulate, 17)
+        joined = {name: np.concatenate([batch[name] for batch in batches]) for name in batches[0]}
+        seen[accumulate] = {name: rows[joined["weights"].any(axis=1)] for name, rows in joined.items()}
+        if limit:
+            assert len(seen[accumulate]["tokens"]) == 4 * limit
+    assert_bit_equal(seen[2], seen[1])
+    assert_bit_equal(seen[4], seen[1])
 
 
 def test_a_restored_state_needs_no_new_program(paths, tmp_path):

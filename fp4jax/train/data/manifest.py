@@ -97,7 +97,7 @@ def open_corpus(folder: Path, *, verify: bool = True) -> Corpus:
 
     Raises:
         DataError: a missing, cut or altered file (with its name), or a manifest that does not fit.
-        ModuleNotFoundError: the package `tokenizers` is not installed.
+        MissingPackageError: the package `tokenizers` is not installed.
     """
     manifest = Manifest.read(folder / MANIFEST)
     tokenizer_path = folder / manifest.tokenizer_file

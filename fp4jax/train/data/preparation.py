@@ -24,6 +24,7 @@ from fp4jax.train.data.corpus import Corpus
 from fp4jax.train.data.manifest import DTYPE, MANIFEST, TOKENIZER, Manifest, SourceEntry, open_corpus
 from fp4jax.train.data.text import DataError, DocumentRule, file_size, read_documents, source_names
 from fp4jax.train.data.tokenizer import FileTokenizer, check_vocab_size, train_bpe
+from fp4jax.train.errors import require
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,15 +57,15 @@ def prepare(options: PrepareOptions, console: rich.console.Console | None = None
         console: where the progress is shown; None shows none.
 
     Raises:
-        ValueError: a vocabulary out of range.
-        DataError: unusable text, sections or tokenizer, or a folder that is in the way.
-        ModuleNotFoundError: the package `tokenizers` is not installed.
+        DataError: a vocabulary out of range, unusable text, sections or tokenizer, or a folder that is in the way.
+        MissingPackageError: the package `tokenizers` is not installed.
 
     Example:
         >>> corpus = prepare(PrepareOptions((Path("emma.txt"),), out=Path("emma"), vocab_size=280))
         >>> corpus.vocab_size, corpus.source_names
         (280, ('emma',))
     """
+    require("tokenizers", "preparing text")
     if options.tokenizer is None:
         check_vocab_size(options.vocab_size)
     names = source_names(options.files)

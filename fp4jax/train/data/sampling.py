@@ -10,9 +10,9 @@ from typing import Any, cast
 
 import numpy as np
 
-from fp4jax.train.data._require import require
 from fp4jax.train.data.corpus import Corpus
 from fp4jax.train.data.text import DataError
+from fp4jax.train.errors import require
 
 Batch = dict[str, np.ndarray]
 
@@ -57,7 +57,7 @@ class Batches:
     Raises:
         ValueError: sizes, seed or process out of range.
         DataError: fewer tokens than one window.
-        ModuleNotFoundError: the package `grain` is not installed.
+        MissingPackageError: the package `grain` is not installed.
     """
 
     corpus: Corpus
@@ -86,11 +86,6 @@ class Batches:
     def num_windows(self) -> int:
         """Windows in an epoch."""
         return max(0, self.corpus.num_tokens - 1) // self.seq_len
-
-    @property
-    def steps_per_epoch(self) -> float:
-        """Steps in which every window is seen once."""
-        return self.num_windows / self.batch_size
 
     def batch(self, step: int) -> Batch:
         """Rows of this process at a step: {"tokens": int32 [batch_size / process_count, seq_len + 1]}.

@@ -9,8 +9,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from fp4jax.train.data._require import require
 from fp4jax.train.data.text import DataError
+from fp4jax.train.errors import require
 
 END_OF_DOCUMENT = "<|endoftext|>"
 """The token that closes a document in a vocabulary trained here."""
@@ -83,7 +83,7 @@ class FileTokenizer:
 
     Raises:
         DataError: no such file, not a tokenizer, more than 65,536 ids, or no token that closes a document.
-        ModuleNotFoundError: the package `tokenizers` is not installed.
+        MissingPackageError: the package `tokenizers` is not installed.
     """
 
     def __init__(self, path: Path) -> None:
@@ -146,8 +146,8 @@ def train_bpe(documents: Iterable[str], vocab_size: int, path: Path) -> None:
         path: where the tokenizer.json goes.
 
     Raises:
-        ValueError: a vocabulary of another size.
-        ModuleNotFoundError: the package `tokenizers` is not installed.
+        DataError: a vocabulary of another size.
+        MissingPackageError: the package `tokenizers` is not installed.
 
     References:
         Sennrich et al., 2016 (arXiv:1508.07909); Radford et al., 2019 (GPT-2), section 2.2.
@@ -172,10 +172,10 @@ def check_vocab_size(vocab_size: int) -> None:
     """Refuse a vocabulary that a byte-level BPE in uint16 cannot have.
 
     Raises:
-        ValueError: below 257 or above 65,536.
+        DataError: below 257 or above 65,536.
     """
     if not MIN_BPE_VOCAB <= vocab_size <= MAX_VOCAB:
-        raise ValueError(
+        raise DataError(
             f"vocab_size={vocab_size} must be from {MIN_BPE_VOCAB} (the 256 bytes and the end of a document)"
             f" to {MAX_VOCAB} (what uint16 token files hold)"
         )
