@@ -16,14 +16,17 @@ from fp4jax.rounding import ROUNDINGS
 
 ROOT = Path(__file__).parents[1]
 # Pages whose examples run here; the other pages are run by the tests of what they describe.
-PAGES = ("docs/design.md", "docs/numerics.md", "docs/recipes.md", "docs/peers.md", "CONTRIBUTING.md", "CHANGELOG.md")
+PAGES = (
+    "README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/design.md", "docs/numerics.md", "docs/recipes.md",
+    "docs/model.md", "docs/checkpoints.md", "docs/training.md", "docs/peers.md",
+)  # fmt: skip
 MARKDOWN = sorted(
     str(page.relative_to(ROOT))
     for pattern in ("*.md", "docs/**/*.md", "experiments/**/*.md", "notebooks/**/*.md")
     for page in ROOT.glob(pattern)
 )
-FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)")
+FENCE = re.compile(r"^```(?P<words>[^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")  # of images too
 CODE = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
 
 
@@ -33,9 +36,9 @@ def text_of(page: str) -> str:
 
 
 def examples_of(page: str) -> list[tuple[int, str]]:
-    """(line, source) of the Python blocks of a page."""
+    """(line, source) of the Python blocks of a page. One marked `python no-run` trains for minutes, or needs a GPU."""
     whole = (ROOT / page).read_text(encoding="utf-8")
-    return [(whole.count("\n", 0, m.start(2)), m[2]) for m in FENCE.finditer(whole) if m[1] == "python"]
+    return [(whole.count("\n", 0, m.start(2)), m[2]) for m in FENCE.finditer(whole) if m["words"].strip() == "python"]
 
 
 def run(page: str, line: int, source: str, names: dict) -> None:
@@ -104,7 +107,8 @@ def registries():
 
 @pytest.mark.parametrize("page", PAGES)
 @pytest.mark.usefixtures("registries")
-def test_examples_run_and_print_what_they_say(page):
+def test_examples_run_and_print_what_they_say(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     names = {"__name__": "__main__"}
     with jax.numpy_dtype_promotion("standard"):
         for line, source in examples_of(page):
@@ -127,9 +131,11 @@ def test_files_and_names_in_prose_exist(page):
 
 def test_a_wrong_output_a_dead_link_and_a_lost_name_are_found(tmp_path, monkeypatch):
     page = tmp_path / "page.md"
-    page.write_text("# One\n[a](page.md#one) [b](page.md#two) [c](gone.md)\n```python\n>>> 1 + 1\n3\n\n```\n")
+    page.write_text(
+        "# One\n[a](page.md#one) [b](page.md#two) [c](gone.md) ![d](gone.png)\n```python\n>>> 1 + 1\n3\n\n```\n"
+    )
     monkeypatch.setattr("test_docs.ROOT", tmp_path)
-    assert broken_links("page.md") == ["page.md#two", "gone.md"]
+    assert broken_links("page.md") == ["page.md#two", "gone.md", "gone.png"]
     ((line, source),) = examples_of("page.md")
     assert line == 3
     with pytest.raises(AssertionError, match=r"page.md, block at line 3:(.|\n)*Expected:\n +3\n +Got:\n +2"):
