@@ -148,6 +148,8 @@ def fake_quant(x: Array, spec: QuantSpec, *, axis: Axis, estimator: Estimator = 
         [0.20000000298023224, 3.0, 0.20000000298023224]
     """
     x = jnp.asarray(x)
+    if not isinstance(estimator, Estimator):
+        raise TypeError(f"estimator={estimator!r} must be an Estimator such as STE() or DGE()")
     if spec.needs_key and key is None:
         raise ValueError(f"rounding={spec.rounding!r} draws noise and key=None; pass key=jax.random.key(...)")
     return _fake_quant(x, key, spec, normalize_axis(axis, x.ndim), estimator)

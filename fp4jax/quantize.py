@@ -6,6 +6,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from fp4jax.exact import as_float32, magnitude, multiply
@@ -108,9 +109,12 @@ class QTensor:
         return self.spec.scale.decode(self.scale, self.outer_scale)
 
     def dequantize(self, dtype=jnp.float32) -> Array:
-        """values · scale, rounded to ``dtype``; all NaN in a block that was not finite."""
+        """values · scale, rounded to ``dtype`` and saturated at its ends; all NaN in a block that was not finite."""
         scales = self.spec.granularity.expand(self.scales(), self.shape, self.axis)
-        return (self.values.astype(jnp.float32) * scales).astype(dtype)
+        limit = np.float32(
+            jnp.finfo(dtype).max
+        )  # a power-of-two scale can lift the largest value past the input's range
+        return jnp.clip(self.values.astype(jnp.float32) * scales, -limit, limit).astype(dtype)
 
 
 def find_scales(x: Array, spec: QuantSpec, axis: tuple[int, ...]) -> Scales:

@@ -158,4 +158,6 @@ def noise(key: Key, like: Array) -> Array:
     """Integers 0 … 2²⁴-1 as float32, one for each element of ``like`` (whose values do not matter)."""
     if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         key = jax.random.wrap_key_data(key)
+    if key.ndim:
+        raise ValueError(f"key has shape {key.shape}; pass one key (under jax.vmap, one an example)")
     return _noise(key, lax.stop_gradient(like))

@@ -279,8 +279,8 @@ def _clamp(amax: Array, format: FloatFormat, lowest_exponent: int = -125) -> Arr
 
 def _replace(value: Array, amax: Array, zero: float, nonfinite: float) -> Array:
     """``value``, but ``zero`` where a block is all zero and ``nonfinite`` where it is not finite."""
-    value = jnp.where(amax == 0, jnp.float32(zero), value)
-    return jnp.where(jnp.isfinite(amax), value, jnp.float32(nonfinite))
+    value = jnp.where(amax == 0, np.float32(zero), value)
+    return jnp.where(jnp.isfinite(amax), value, np.float32(nonfinite))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -339,12 +339,12 @@ class PowerOfTwo(ScaleRule):
         byte = jnp.where(jnp.isfinite(amax), e + 127, 255).astype(jnp.uint8)
         reciprocal = lax.bitcast_convert_type((127 - e) << 23, jnp.float32)
         scale = lax.bitcast_convert_type(byte, E8M0.storage_dtype)
-        return Scales(scale, None, jnp.where(jnp.isfinite(amax), reciprocal, jnp.float32(np.nan)))
+        return Scales(scale, None, jnp.where(jnp.isfinite(amax), reciprocal, np.float32(np.nan)))
 
     def decode(self, scale, outer_scale):
         # By bits: a cast of E8M0 goes through types that lose the ends of its range on some devices.
         field = lax.bitcast_convert_type(scale, jnp.uint8).astype(jnp.int32)
-        return jnp.where(field == 255, jnp.float32(np.nan), lax.bitcast_convert_type(field << 23, jnp.float32))
+        return jnp.where(field == 255, np.float32(np.nan), lax.bitcast_convert_type(field << 23, jnp.float32))
 
     @property
     def exact_in_bfloat16(self):
@@ -376,7 +376,7 @@ class TwoLevel(ScaleRule):
         block = jnp.maximum(NEAREST_EVEN(wanted, E4M3), jnp.float32(E4M3.grid[E4M3.grid > 0][0]))
         block = jnp.where(amax == 0, jnp.float32(1), block)
         reciprocal = divide(jnp.broadcast_to(inverse, block.shape), block)
-        block, reciprocal = (jnp.where(finite, v, jnp.float32(np.nan)) for v in (block, reciprocal))
+        block, reciprocal = (jnp.where(finite, v, np.float32(np.nan)) for v in (block, reciprocal))
         return Scales(block.astype(E4M3.storage_dtype), outer, reciprocal)
 
     def decode(self, scale, outer_scale):

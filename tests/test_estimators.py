@@ -88,6 +88,11 @@ def test_fake_quant_passes_through_transformations():
     np.testing.assert_array_equal(jax.lax.map(jax.checkpoint(grad), x), one_by_one)
 
 
+def test_an_estimator_is_an_object():
+    with pytest.raises(TypeError, match=r"estimator='dge' must be an Estimator such as STE\(\) or DGE\(\)"):
+        fp4jax.fake_quant(jnp.ones(3), SPEC, axis=0, estimator="dge")
+
+
 def test_a_traced_key_reaches_the_noise():
     spec = fp4jax.QuantSpec(fp4jax.E2M1, rounding=fp4jax.STOCHASTIC)
     x = jnp.full((2, 64), 0.3).at[:, 0].set(6.0)

@@ -102,6 +102,20 @@ def test_errors_say_what_would_work(error, make, message):
         make()
 
 
+def test_finite_input_dequantizes_to_finite_values():
+    spec = fp4jax.QuantSpec(fp4jax.E2M1, scale=fp4jax.PowerOfTwo("rceil"))
+    for largest, dtype in ((3.4e38, jnp.float32), (57400.0, jnp.float16)):
+        x = jnp.asarray([largest, -largest, 1], dtype)
+        back = fp4jax.quantize(x, spec, axis=-1).dequantize(dtype)
+        assert back[:2].tolist() == [jnp.finfo(dtype).max, jnp.finfo(dtype).min]
+
+
+def test_nan_checks_do_not_see_the_nan_of_a_scale_that_is_not_used():
+    with jax.debug_nans(True):
+        for spec in SPECS:
+            fp4jax.quantize(X, spec, axis=-1)
+
+
 def test_spec_prints_on_one_line():
     assert repr(SPECS[3]) == "E2M1 PerBlock(size=16) TwoLevel() NEAREST_EVEN"
     assert repr(SPECS[0]) == "E2M1 PerVector() AbsMax() NEAREST_EVEN"

@@ -90,6 +90,11 @@ def test_stochastic_without_a_key_says_what_to_pass():
         fp4jax.STOCHASTIC(jnp.ones(3), fp4jax.E2M1)
 
 
+def test_several_keys_are_refused():
+    with pytest.raises(ValueError, match=r"key has shape \(3,\); pass one key"):
+        fp4jax.STOCHASTIC(jnp.ones(3), fp4jax.E2M1, jax.random.split(KEY, 3))
+
+
 def test_position_is_zero_on_the_grid_and_half_at_midpoints():
     for fmt in SIGNED:
         middle = (fmt.grid[1:] + fmt.grid[:-1]) / 2

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 
 import jax.numpy as jnp
 from jax import lax
@@ -124,6 +125,18 @@ def scale_to_result(scale: Array, ndim_contract: int, dnums: DimensionNumbers, s
     laid = lax.squeeze(jnp.transpose(scale, batch + free + contract), range(scale.ndim - ndim_contract, scale.ndim))
     start = len(batch) if side == 1 else laid.ndim
     return lax.expand_dims(laid, range(start, start + other_free))
+
+
+def merge_free(rhs: Array, dnums: DimensionNumbers) -> tuple[Array, DimensionNumbers, tuple[int, ...]]:
+    """The right operand with its free axes merged into one, its dimension numbers, and the sizes that were merged."""
+    (lhs_contract, contract), (lhs_batch, batch) = dnums
+    free = tuple(a for a in range(rhs.ndim) if a not in contract + batch)
+    sizes = tuple(rhs.shape[a] for a in free)
+    kept = batch + contract
+    shape = (*(rhs.shape[a] for a in kept), math.prod(sizes))
+    merged = jnp.transpose(rhs, kept + free).reshape(shape)
+    new = tuple(range(len(batch), len(kept))), tuple(range(len(batch)))
+    return merged, ((lhs_contract, new[0]), (lhs_batch, new[1])), sizes
 
 
 def restore(product: Array, axes: tuple[int, ...]) -> Array:

@@ -15,8 +15,9 @@ import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from fp4jax.blocks import explicit_sharding
 from fp4jax.dot.call import Call, marked_dot, permuted
-from fp4jax.dot.geometry import restore, scale_to_result
+from fp4jax.dot.geometry import merge_free, restore, scale_to_result
 from fp4jax.estimators import gradient_factor
 from fp4jax.exact import as_float32, magnitude, multiply
 from fp4jax.formats import E4M3, FloatFormat
@@ -106,7 +107,7 @@ def quantize_activation(
     carrier = occ.residual_format if occ.compensation == "residual" else None
     if carrier is not None:
         amax = jnp.maximum(amax, whole * jnp.float32(spec.format.max / carrier.max))
-    amax = jnp.where(jnp.isfinite(whole), amax, jnp.float32(np.nan))
+    amax = jnp.where(jnp.isfinite(whole), amax, np.float32(np.nan))
     scales = spec.scale(amax, spec.format, tensor_axes(value, spec))
     values = grid_values(clamped, scales, spec, axis, key)
     if occ.compensation == "residual":
@@ -184,10 +185,16 @@ def _multiply(lhs: Operand, rhs: Operand, dnums: DimensionNumbers, call: Call, p
     if dtype == jnp.float32:
         # The default would be TF32 on a GPU, and round values that have been quantized.
         precision = lax.Precision.HIGHEST if call.precision is None else call.precision
-    dot = marked_dot(call.mark(product), dnums, precision, out_sharding)
-    out = dot(lhs.values.astype(dtype), rhs.values.astype(dtype))
     contracted = len(dnums[0][0])
     frees = [v.ndim - contracted - len(dnums[1][0]) for v in (lhs.values, rhs.values)]
+    left, right = lhs.values.astype(dtype), rhs.values.astype(dtype)
+    if frees[1] > 1 and jax.default_backend() == "cpu" and explicit_sharding(right) is None:
+        # XLA's CPU code has no bfloat16 product with float32 sums for several free axes on the right.
+        right, flat_dnums, sizes = merge_free(right, dnums)
+        out = marked_dot(call.mark(product), flat_dnums, precision, None)(left, right)
+        out = out.reshape(*out.shape[:-1], *sizes)
+    else:
+        out = marked_dot(call.mark(product), dnums, precision, out_sharding)(left, right)
     for side, operand in enumerate((lhs, rhs)):
         if operand.scale is not None:
             out = out * scale_to_result(operand.scale, contracted, dnums, side, frees[1 - side])

@@ -32,8 +32,10 @@ class Head(nnx.Module):
             init = nnx.initializers.normal(config.weight_std)
             shape = (config.embed_dim, config.vocab_size)
             self.kernel = nnx.Param(init(rngs.params(), shape, config.param_dtype), **axis_names("embed", "vocab"))
-        plain = recipe is None or not recipe.quantizes
-        self.dot_general = wide_dot_general if plain else product(recipe, backend, streams(rngs, "head", recipe))
+        if recipe is None or not recipe.quantizes:
+            self.dot_general = wide_dot_general
+        else:
+            self.dot_general = product(recipe, backend, streams(rngs, "head", recipe))
 
     def __call__(self, x: jax.Array, table: jax.Array) -> jax.Array:
         """x [..., d], table [v, d] (used if tied) -> float32 logits [..., v]."""

@@ -129,3 +129,17 @@ def test_a_float16_gradient_in_high_precision_does_not_underflow():
     dy = jnp.full((1, 1), 1e-5, jnp.float16)
     expected = float(dy[0, 0]) * float(x[0, 0])
     assert vjp(dy)[0].item() == pytest.approx(expected, rel=1e-3)
+
+
+def test_several_free_axes_on_either_side():
+    """XLA's CPU code refuses several on the right; a LinearGeneral's weight has them."""
+    weight = W.reshape(16, 2, 2)
+
+    def loss(x, w):
+        return jnp.sum(jnp.square(fp4jax.dot_general(x, w, MATMUL, recipe=fp4jax.recipes.fp4_vector())))
+
+    for a, b in zip(jax.grad(loss, (0, 1))(X, weight), jax.grad(loss, (0, 1))(X, W), strict=True):
+        np.testing.assert_array_equal(a.reshape(b.shape), b)
+    with jax.numpy_dtype_promotion("standard"):
+        layer = nnx.LinearGeneral(16, (4, 2), dot_general=fp4jax.DotGeneral(FP4), rngs=nnx.Rngs(0))
+        assert nnx.grad(lambda layer: jnp.sum(jnp.square(layer(X))))(layer).kernel[...].shape == (16, 4, 2)
