@@ -23,6 +23,11 @@ def _reshape(x: Array, shape: tuple[int, ...], entries: list | None) -> Array:
     return lax.reshape(x, shape, out_sharding=NamedSharding(sharding.mesh, PartitionSpec(*entries)))
 
 
+def _reshard(x: Array, entries: list) -> Array:
+    # The mesh is that of the type: none need be set around the call.
+    return jax.sharding.reshard(x, NamedSharding(jax.typeof(x).sharding.mesh, PartitionSpec(*entries)))
+
+
 def _entries(x: Array) -> list | None:
     """Which mesh axes split each axis of ``x``; None off an Explicit mesh."""
     sharding = explicit_sharding(x)
@@ -46,7 +51,7 @@ def split(x: Array, axis: int, size: int) -> Array:
     if entries is not None:
         if k % (size * _shards(x, entries[position])):
             entries[position] = None
-            x = jax.sharding.reshard(x, PartitionSpec(*entries))
+            x = _reshard(x, entries)
         entries.insert(position + 1, None)
     if count * size != k:
         x = jnp.pad(x, [(0, count * size - k if i == position else 0) for i in range(x.ndim)])
@@ -72,7 +77,7 @@ def flatten(x: Array, axes: int) -> Array:
     if entries is not None:
         if any(e is not None for e in entries[lead + 1 :]):
             entries[lead:] = [None] * axes
-            x = jax.sharding.reshard(x, PartitionSpec(*entries))
+            x = _reshard(x, entries)
         entries = entries[: lead + 1]
     return _reshape(x, (*x.shape[:lead], math.prod(x.shape[lead:])), entries)
 
@@ -85,6 +90,6 @@ def unflatten(x: Array, sizes: tuple[int, ...]) -> Array:
     if entries is not None:
         if sizes[0] % _shards(x, entries[-1]):
             entries[-1] = None
-            x = jax.sharding.reshard(x, PartitionSpec(*entries))
+            x = _reshard(x, entries)
         entries += [None] * (len(sizes) - 1)
     return _reshape(x, (*x.shape[:-1], *sizes), entries)

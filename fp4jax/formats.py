@@ -31,7 +31,7 @@ class FloatFormat:
         signed: whether there is a sign bit (E8M0 has none, and no zero either).
 
     Raises:
-        ValueError: if the format has more than eight bits, or ``max`` is not a value of the fields given.
+        ValueError: if ``max`` is not a value of the fields given.
 
     Example:
         >>> from fp4jax.formats import E2M1
@@ -54,11 +54,6 @@ class FloatFormat:
     signed: bool = True
 
     def __post_init__(self):
-        if self.bits > 8:
-            raise ValueError(
-                f"format {self.name!r} has {self.bits} bits; formats here have at most 8, so that products of "
-                "their values are exact in bfloat16"
-            )
         if not np.any(self.grid == np.float32(self.max)):
             raise ValueError(
                 f"max={self.max} is not a value of a format with {self.exponent_bits} exponent and "

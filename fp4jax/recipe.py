@@ -92,6 +92,11 @@ class Recipe:
                 operand = getattr(gemm, side)
                 if not isinstance(operand, QuantSpec | Reuse | None):
                     raise TypeError(f"{product}.{side}={operand!r} must be a QuantSpec, None or REUSE")
+                if isinstance(operand, QuantSpec) and operand.format.bits > 8:
+                    raise ValueError(
+                        f"{product}.{side} has values of {operand.format.bits} bits ({operand.format!r}); operands have "
+                        "at most 8, which bfloat16 holds exactly; use None to leave one in high precision"
+                    )
         for name in ("weight_estimator", "activation_estimator"):
             if not isinstance(getattr(self, name), Estimator):
                 raise TypeError(f"{name}={getattr(self, name)!r} must be an Estimator such as STE() or DGE()")

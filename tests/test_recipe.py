@@ -72,6 +72,10 @@ def test_a_stochastic_recipe_says_that_it_needs_a_key():
             r"outliers.residual_format=E5M2 cannot hold the values of E4M3 \(such as 416.0\); use E4M3, or None",
         ),
         (
+            {"fprop": Gemm(None, QuantSpec(fp4jax.FloatFormat("e5m10", 5, 10, 65504.0)))},
+            r"fprop.rhs has values of 16 bits \(E5M10\); operands have at most 8, .* use None to leave one in high",
+        ),
+        (
             {"fprop": Gemm(QuantSpec(fp4jax.E2M1, scale=fp4jax.PowerOfTwo("floor")), None), "outliers": fp4jax.OCC()},
             r"need a scale that no value exceeds, and PowerOfTwo\(mode='floor'\) lets the largest saturate",
         ),

@@ -26,16 +26,7 @@ from fp4jax.rounding import NOISE_BITS
 from fp4jax.scaling import AbsMax, Granularity, ScaleRule, manual_axes
 from fp4jax.typing import Array, AxisName
 
-
-@dataclasses.dataclass(frozen=True, repr=False)
-class WideFormat(FloatFormat):
-    """A format to store in, not to multiply: products of numbers of more than eight bits need not be exact."""
-
-    def __post_init__(self):
-        """Takes any number of bits, unlike ``FloatFormat``."""
-
-
-FP16 = WideFormat("fp16", 5, 10, 65504.0, np.float16)
+FP16 = FloatFormat("fp16", 5, 10, 65504.0, np.float16)
 
 EIGHT_BITS = {np.dtype(f.dtype): f for f in (E4M3, E5M2)}
 SCALED = {**EIGHT_BITS, np.dtype(FP16.dtype): FP16}
