@@ -94,8 +94,8 @@ class Recipe:
                     raise TypeError(f"{product}.{side}={operand!r} must be a QuantSpec, None or REUSE")
                 if isinstance(operand, QuantSpec) and operand.format.bits > 8:
                     raise ValueError(
-                        f"{product}.{side} has values of {operand.format.bits} bits ({operand.format!r}); operands have "
-                        "at most 8, which bfloat16 holds exactly; use None to leave one in high precision"
+                        f"{product}.{side} has values of {operand.format.bits} bits ({operand.format!r}); operands "
+                        "have at most 8, which bfloat16 holds exactly; use None to leave one in high precision"
                     )
         for name in ("weight_estimator", "activation_estimator"):
             if not isinstance(getattr(self, name), Estimator):
