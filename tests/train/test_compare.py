@@ -187,14 +187,11 @@ def test_a_spread_of_other_settings_is_not_shown(tmp_path):
     assert KnownSpread.find(elsewhere, path) is not None
 
 
-def test_the_spread_in_the_package_if_any_is_of_the_preset():
+def test_the_spread_in_the_package_is_of_the_preset():
     """Whoever tunes the preset measures its spread anew: a stale file would never be shown."""
-    from fp4jax.train.tables import KNOWN_SPREAD
-
-    if KNOWN_SPREAD.exists():
-        known = KnownSpread.find(CompareConfig().resolved())
-        assert known is not None
-        assert set(CompareConfig().recipes) <= set(known.gaps)
+    known = KnownSpread.find(CompareConfig().resolved())
+    assert known is not None
+    assert set(CompareConfig().recipes) <= set(known.gaps)
 
 
 def test_smoothing_averages_what_is_there():
