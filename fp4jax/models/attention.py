@@ -1,5 +1,6 @@
 """Rotary embedding and causal grouped-query attention."""
 
+import functools
 from collections.abc import Mapping
 from typing import Literal
 
@@ -10,6 +11,7 @@ from flax import nnx
 
 from fp4jax.models.configs import LlamaConfig
 from fp4jax.models.parts import linear, rows
+from fp4jax.models.sharding import locally, split_axes
 from fp4jax.recipe import Recipe
 
 
@@ -83,13 +85,19 @@ class Attention(nnx.Module):
     def __call__(self, x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
         """x [b, t, d] -> [b, t, d]."""
         config = self.config
-        heads = (*x.shape[:-1], -1, config.head_dim)
+        lead, heads = x.shape[:-1], (-1, config.head_dim)
         tokens = rows(x)
-        encoded = jax.nn.dot_product_attention(
-            apply_rope(self.query(tokens).reshape(heads), cos, sin),
-            apply_rope(self.key(tokens).reshape(heads), cos, sin),
-            self.value(tokens).reshape(heads),
+        attend = functools.partial(
+            jax.nn.dot_product_attention,
             is_causal=True,
             implementation=attention_implementation(config, x.shape[1]),
         )
-        return self.output(encoded.reshape(len(tokens), -1)).reshape(x.shape)
+        encoded = locally(
+            attend,
+            apply_rope(split_axes(self.query(tokens), lead, heads), cos, sin),
+            apply_rope(split_axes(self.key(tokens), lead, heads), cos, sin),
+            split_axes(self.value(tokens), lead, heads),
+        )
+        # One axis at a time: each merge follows the mesh by itself.
+        merged = rows(encoded.reshape(*lead, -1))
+        return split_axes(self.output(merged), lead, x.shape[-1:])

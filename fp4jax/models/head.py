@@ -11,6 +11,7 @@ from jax.typing import DTypeLike
 
 from fp4jax.models.configs import LlamaConfig
 from fp4jax.models.parts import axis_names, rows, streams
+from fp4jax.models.sharding import gathered, product_sharding, split_axes
 from fp4jax.nn.product import product
 from fp4jax.recipe import Recipe
 
@@ -40,37 +41,47 @@ class Head(nnx.Module):
     def __call__(self, x: jax.Array, table: jax.Array) -> jax.Array:
         """x [..., d], table [v, d] (used if tied) -> float32 logits [..., v]."""
         weight, axis = (table, 1) if self.kernel is None else (self.kernel[...], 0)
-        numbers = (((1,), (axis,)), ((), ()))
-        logits = self.dot_general(rows(x), weight, numbers, preferred_element_type=jnp.float32)
-        return logits.reshape(*x.shape[:-1], -1)
+        tokens = rows(x)
+        if self.dot_general is wide_dot_general:
+            weight = weight.astype(x.dtype)  # before it is gathered: half the bytes
+        weight = gathered(weight, tokens)
+        logits = self.dot_general(
+            tokens,
+            weight,
+            (((1,), (axis,)), ((), ())),
+            preferred_element_type=jnp.float32,
+            out_sharding=product_sharding(tokens, weight, 1 - axis),
+        )
+        return split_axes(logits, x.shape[:-1], (-1,))
 
 
 def wide_dot_general(
-    lhs: jax.Array, rhs: jax.Array, dimension_numbers: Any, *, preferred_element_type: DTypeLike
+    lhs: jax.Array, rhs: jax.Array, dimension_numbers: Any, *, preferred_element_type: DTypeLike, out_sharding: Any
 ) -> jax.Array:
     """`lax.dot_general` in lhs's dtype with a wider result, whose gradient is multiplied in lhs's dtype as well.
 
     JAX's own transpose multiplies the wide gradient with the narrow operands, which XLA then widens: twice the bytes,
     and float32 tensor cores (TF32) have half the rate of bfloat16's.
     """
-    return _wide_dot(lhs, rhs.astype(lhs.dtype), dimension_numbers, preferred_element_type)
+    return _wide_dot(lhs, rhs.astype(lhs.dtype), dimension_numbers, preferred_element_type, out_sharding)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def _wide_dot(lhs: jax.Array, rhs: jax.Array, numbers: Any, dtype: DTypeLike) -> jax.Array:
-    return lax.dot_general(lhs, rhs, numbers, preferred_element_type=dtype)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
+def _wide_dot(lhs: jax.Array, rhs: jax.Array, numbers: Any, dtype: DTypeLike, out_sharding: Any) -> jax.Array:
+    return lax.dot_general(lhs, rhs, numbers, preferred_element_type=dtype, out_sharding=out_sharding)
 
 
-def _wide_dot_fwd(lhs, rhs, numbers, dtype):
-    return _wide_dot(lhs, rhs, numbers, dtype), (lhs, rhs)
+def _wide_dot_fwd(lhs, rhs, numbers, dtype, out_sharding):
+    return _wide_dot(lhs, rhs, numbers, dtype, out_sharding), (lhs, rhs)
 
 
-def _wide_dot_bwd(numbers, dtype, residuals, g):
+def _wide_dot_bwd(numbers, dtype, out_sharding, residuals, g):
     del dtype
     lhs, rhs = residuals
     g = g.astype(lhs.dtype)
-    (lhs_grad,) = jax.linear_transpose(lambda lhs: lax.dot_general(lhs, rhs, numbers), lhs)(g)
-    (rhs_grad,) = jax.linear_transpose(lambda rhs: lax.dot_general(lhs, rhs, numbers), rhs)(g)
+    dot = functools.partial(lax.dot_general, dimension_numbers=numbers, out_sharding=out_sharding)
+    (lhs_grad,) = jax.linear_transpose(lambda lhs: dot(lhs, rhs), lhs)(g)
+    (rhs_grad,) = jax.linear_transpose(lambda rhs: dot(lhs, rhs), rhs)(g)
     return lhs_grad, rhs_grad
 
 

@@ -6,11 +6,13 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from fp4jax.blocks import explicit_sharding
 from fp4jax.models.attention import Attention, rope_tables
 from fp4jax.models.configs import LlamaConfig
 from fp4jax.models.head import Head
 from fp4jax.models.parts import RMSNorm, SwiGLU, axis_names
 from fp4jax.models.remat import REMAT_POLICIES
+from fp4jax.models.sharding import lookup
 from fp4jax.nn import Rules, resolve_rules
 from fp4jax.recipe import Recipe
 
@@ -115,7 +117,10 @@ class Llama(nnx.Module):
         if positions is None:
             positions = jnp.arange(tokens.shape[1])
         cos, sin = rope_tables(positions, config.head_dim, config.rope_base)
-        x = self.embed(tokens).astype(config.dtype)
+        if explicit_sharding(tokens) is None:
+            x = self.embed(tokens).astype(config.dtype)
+        else:
+            x = lookup(self.embed.embedding[...], tokens).astype(config.dtype)
         x = self._blocks(x, cos, sin)
         return self.head(self.norm(x), self.embed.embedding[...])
 

@@ -9,7 +9,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from fp4jax.blocks import explicit_sharding
 from fp4jax.models.configs import LlamaConfig
+from fp4jax.models.sharding import gathered, product_sharding, split_axes
 from fp4jax.nn import Linear
 from fp4jax.recipe import Recipe
 
@@ -20,6 +22,21 @@ def axis_names(*names: str) -> dict[str, Any]:
     Names stay names: the parameter is not resharded when it is created, so that a model can be built with no mesh.
     """
     return {"out_sharding": names, "eager_sharding": False}
+
+
+class MeshLinear(Linear):
+    """`fp4jax.nn.Linear` for [rows, in_features], which follows an Explicit mesh."""
+
+    def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
+        """[rows, in_features] -> [rows, out_features], rows split as they were."""
+        if explicit_sharding(inputs) is None:
+            return super().__call__(inputs, out_sharding)
+        # In the dtype of the product, before it is gathered: without a recipe that is half the bytes.
+        inputs, kernel = self.promote_dtype((inputs, self.kernel[...]), dtype=self.dtype)
+        kernel = gathered(kernel, inputs)
+        return self.dot_general(
+            inputs, kernel, (((1,), (0,)), ((), ())), out_sharding=product_sharding(inputs, kernel)
+        )
 
 
 def linear(
@@ -33,10 +50,10 @@ def linear(
     backend: str | None,
     rngs: nnx.Rngs,
     std: float | None = None,
-) -> Linear:
+) -> MeshLinear:
     """The linear layer at `path`: its recipe, its initial weights (normal, `config.weight_std` or std), its axes."""
     recipe = recipes[path]
-    return Linear(
+    return MeshLinear(
         in_features,
         out_features,
         recipe=recipe,
@@ -83,7 +100,7 @@ class RMSNorm(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """x [..., d] -> [..., d]."""
-        return _rms_norm(x, self.scale[...], self.epsilon)
+        return _rms_norm(x, gathered(self.scale[...], x), self.epsilon)
 
 
 class SwiGLU(nnx.Module):
@@ -108,7 +125,7 @@ class SwiGLU(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """x [..., d] -> [..., d]."""
         tokens = rows(x)
-        return self.down(_gated_silu(self.gate(tokens), self.up(tokens))).reshape(x.shape)
+        return split_axes(self.down(_gated_silu(self.gate(tokens), self.up(tokens))), x.shape[:-1], x.shape[-1:])
 
 
 # The float32 values inside these two are twice the size of what goes in. Kept for the backward pass they would cost
