@@ -38,6 +38,35 @@ class KeepKernelDtype:
         return inputs, jnp.asarray(kernel), *(None if b is None else jnp.asarray(b, output) for b in bias)
 
 
+class NoiseStream(nnx.Module):
+    """A key and a count of draws: the n-th call returns `fold_in(key, n)`.
+
+    Not an `nnx.RngStream`, which `nnx.split_rngs` would split anew at each call of a model that scans its layers and
+    splits its dropout keys there. Its variables are `nnx.RngKey` and `nnx.RngCount` with tag "noise".
+
+    Args:
+        key: a typed PRNG key, or keys [L] for L stacked layers.
+    """
+
+    def __init__(self, key: jax.Array):
+        self.key = nnx.RngKey(key, tag="noise")
+        self.count = nnx.RngCount(jnp.zeros(key.shape, jnp.uint32), tag="noise")
+
+    def __call__(self, *, advance: bool = True) -> jax.Array:
+        """The next key; with `advance=False` it stays the next."""
+        key = self.key[...]
+        if key.shape:
+            raise ValueError(
+                f"this layer has the noise keys of a whole stack, shape {key.shape}, where it needs its own: the stack "
+                "is mapped over its parameters but not over its noise. Map nnx.RngState as well, as in "
+                "nnx.StateAxes({(nnx.Param, nnx.RngState): 0, ...: None}), or the whole module with in_axes=0"
+            )
+        if advance:
+            self.count[...] += 1
+            return jax.random.fold_in(key, self.count[...] - 1)
+        return jax.random.fold_in(key, self.count[...])
+
+
 class KeyedDotGeneral(nnx.Module):
     """A `dot_general` with a random stream of its own, for recipes that round stochastically.
 
@@ -49,12 +78,12 @@ class KeyedDotGeneral(nnx.Module):
 
     Args:
         dot: the product and its recipe.
-        key: a typed PRNG key.
+        key: a typed PRNG key, or keys [L] for L stacked layers; or the stream of another product, to go on with it.
     """
 
-    def __init__(self, dot: DotGeneral, key: jax.Array):
+    def __init__(self, dot: DotGeneral, key: jax.Array | NoiseStream):
         self.dot = dot
-        self.stream = nnx.RngStream(key, tag="noise")
+        self.stream = key if isinstance(key, NoiseStream) else NoiseStream(key)
         self.deterministic = False  # `module.eval()` sets it: evaluation reads the stream and does not advance it
 
     def __call__(
@@ -67,8 +96,7 @@ class KeyedDotGeneral(nnx.Module):
         out_sharding: Any = None,
     ) -> jax.Array:
         """`jax.lax.dot_general` under the recipe, with the next key of the stream."""
-        stream = self.stream
-        key = jax.random.fold_in(stream.key[...], stream.count[...]) if self.deterministic else stream()
+        key = self.stream(advance=not self.deterministic)
         return self.dot(lhs, rhs, dimension_numbers, precision, preferred_element_type, out_sharding, key=key)
 
 
@@ -83,8 +111,8 @@ def set_noise_step(model: nnx.Module, step: jax.Array | int) -> None:
         step: scalar; with gradient accumulation, the number of the micro-batch.
     """
     for _, module in nnx.iter_modules(model):
-        if isinstance(module, KeyedDotGeneral):
-            count = module.stream.count
+        if isinstance(module, NoiseStream):
+            count = module.count
             count[...] = jnp.broadcast_to(jnp.asarray(step, count.dtype), count.shape)
 
 
