@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,33 +11,40 @@ from jax import lax
 from fp4jax.blocks import explicit_sharding
 from fp4jax.dot.call import Call
 from fp4jax.dot.geometry import Geometry
+from fp4jax.dot.prepared import Prepared
 from fp4jax.dot.registry import BACKENDS, check_name, choose
 from fp4jax.recipe import Recipe
-from fp4jax.typing import Array, DimensionNumbers, Key
+from fp4jax.scaling import normalize_axis
+from fp4jax.typing import Array, Axis, DimensionNumbers, Key
 
 _DTYPES = ("float32", "bfloat16", "float16")
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _dot(lhs: Array, rhs: Array, key: Key | None, call: Call) -> Array:
-    return BACKENDS[call.backend].fprop(lhs, rhs, key, call)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
+def _dot(lhs: Array, rhs: Array, lhs_quantized: Any, rhs_quantized: Any, key: Key | None, call: Call) -> Array:
+    return _dot_fwd(lhs, rhs, lhs_quantized, rhs_quantized, key, call)[0]
 
 
-def _dot_fwd(lhs, rhs, key, call):
-    return BACKENDS[call.backend].fprop(lhs, rhs, key, call)
+def _dot_fwd(lhs, rhs, lhs_quantized, rhs_quantized, key, call):
+    backend = BACKENDS[call.backend]
+    if lhs_quantized is None:
+        lhs_quantized = backend.quantize_lhs(lhs, call.recipe, call.lhs_axis, key)
+    if rhs_quantized is None:
+        rhs_quantized = backend.quantize_rhs(rhs, call.recipe, call.rhs_axis, key)
+    return backend.fprop(lhs, rhs, lhs_quantized, rhs_quantized, key, call)
 
 
 def _dot_bwd(call, residuals, g):
     backend = BACKENDS[call.backend]
-    return backend.dgrad(residuals, g, call), backend.wgrad(residuals, g, call), None
+    return backend.dgrad(residuals, g, call), backend.wgrad(residuals, g, call), None, None, None
 
 
 _dot.defvjp(_dot_fwd, _dot_bwd)
 
 
 def dot_general(
-    lhs: Array,
-    rhs: Array,
+    lhs: Array | Prepared,
+    rhs: Array | Prepared,
     dimension_numbers: DimensionNumbers,
     precision: lax.PrecisionLike = None,
     preferred_element_type: jax.typing.DTypeLike | None = None,
@@ -49,8 +57,10 @@ def dot_general(
     """``jax.lax.dot_general`` under a recipe: quantized operands forward and backward.
 
     Args:
-        lhs: the activation; float32, bfloat16 or float16.
+        lhs: the activation; float32, bfloat16 or float16. One that several products share can be quantized once, by
+            ``prepare_lhs``.
         rhs: the weight; may be of another dtype (keep it in that of the master parameters: it is quantized from there).
+            One that several calls share can be quantized once, by ``prepare_rhs``.
         dimension_numbers: ``((lhs_contract, rhs_contract), (lhs_batch, rhs_batch))``.
         precision: for products with an operand in float32; grid values need none.
         preferred_element_type: dtype of the result; by default the recipe's, else that of ``lhs``.
@@ -65,7 +75,8 @@ def dot_general(
 
     Raises:
         TypeError: for another dtype of an operand.
-        ValueError: for bad ``dimension_numbers``, a missing key, an unknown or unable backend.
+        ValueError: for bad ``dimension_numbers``, a missing key, an unknown or unable backend, or an operand prepared
+            for another recipe, axis, side or backend.
 
     Example:
         >>> import fp4jax, jax.numpy as jnp
@@ -73,22 +84,20 @@ def dot_general(
         >>> fp4jax.dot_general(x, w, (((1,), (0,)), ((), ())), recipe=fp4jax.recipes.fp4_vector())
         Array([[18.5]], dtype=float32)
     """
-    lhs, rhs = jnp.asarray(lhs), jnp.asarray(rhs)
-    for name, operand in (("lhs", lhs), ("rhs", rhs)):
-        if operand.dtype not in _DTYPES:
-            raise TypeError(f"{name} has dtype {operand.dtype}; dot_general takes {', '.join(_DTYPES)} (cast it first)")
+    prepared = {"lhs": lhs, "rhs": rhs}
+    prepared = {side: operand for side, operand in prepared.items() if isinstance(operand, Prepared)}
+    lhs, rhs = (operand.array if isinstance(operand, Prepared) else operand for operand in (lhs, rhs))
+    lhs, rhs = _checked("lhs", lhs), _checked("rhs", rhs)
     out_dtype = jnp.dtype(preferred_element_type or recipe.output_dtype or lhs.dtype)
     if not recipe.quantizes:
         check_name(backend)
+        if prepared:
+            raise ValueError(f"{next(iter(prepared))} was prepared, but recipe {recipe.name!r} quantizes nothing")
         out = lax.dot_general(
             lhs, rhs.astype(lhs.dtype), dimension_numbers, precision, preferred_element_type, out_sharding=out_sharding
         )
         return out.astype(out_dtype)
-    if recipe.needs_key and key is None:
-        raise ValueError(
-            f"recipe {recipe.name!r} rounds stochastically and key=None; pass key=jax.random.key(...) "
-            "(fp4jax.nn layers draw theirs from rngs)"
-        )
+    _need_key(recipe, key)
     lhs, rhs = _align(lhs, rhs)
     call = Call(
         recipe=recipe,
@@ -102,7 +111,107 @@ def dot_general(
         lhs_sharding=explicit_sharding(lhs),
         rhs_sharding=explicit_sharding(rhs),
     )
-    return _dot(lhs, rhs, key, dataclasses.replace(call, backend=choose(backend, call)))
+    quantized = {}
+    for side, operand in prepared.items():
+        operand.check(side, call)
+        if backend not in (None, operand.backend):
+            raise ValueError(
+                f"{side} was prepared for backend {operand.backend!r}, and the product asks for {backend!r}"
+            )
+        backend = operand.backend
+        quantized[side] = operand.quantized
+    call = dataclasses.replace(call, backend=choose(backend, call))
+    return _dot(lhs, rhs, quantized.get("lhs"), quantized.get("rhs"), key, call)
+
+
+def _checked(name: str, operand: Array) -> Array:
+    operand = jnp.asarray(operand)
+    if operand.dtype not in _DTYPES:
+        raise TypeError(f"{name} has dtype {operand.dtype}; dot_general takes {', '.join(_DTYPES)} (cast it first)")
+    return operand
+
+
+def _need_key(recipe: Recipe, key: Key | None) -> None:
+    if recipe.needs_key and key is None:
+        raise ValueError(
+            f"recipe {recipe.name!r} rounds stochastically and key=None; pass key=jax.random.key(...) "
+            "(fp4jax.nn layers draw theirs from rngs)"
+        )
+
+
+def _prepare(
+    side: str, array: Array, axis: Axis, recipe: Recipe, key: Key | None, backend: str | None
+) -> Array | Prepared:
+    array = _checked(side, array)
+    if not recipe.quantizes:
+        check_name(backend)
+        return array
+    _need_key(recipe, key)
+    axes = normalize_axis(axis, array.ndim)
+    contract, other = tuple(a + array.ndim for a in axes), tuple(range(len(axes)))
+    # The backend is chosen for a plain product: a matrix on the other side, in the order of these axes.
+    if side == "lhs":
+        geometry = Geometry.make(array.ndim, len(axes) + 1, ((contract, other), ((), ())))
+    else:
+        other = tuple(a + 1 for a in other)
+        geometry = Geometry.make(len(axes) + 1, array.ndim, ((other, contract), ((), ())))
+    sharding = {f"{side}_sharding": explicit_sharding(array)}
+    call = Call(recipe, geometry, array.dtype, array.dtype, array.dtype, "", **sharding)
+    chosen = choose(backend, call)
+    quantize = BACKENDS[chosen].quantize_lhs if side == "lhs" else BACKENDS[chosen].quantize_rhs
+    quantized = lax.stop_gradient(quantize(lax.stop_gradient(array), recipe, axes, key))
+    return Prepared(array, quantized, side, recipe, axes, chosen)
+
+
+def prepare_lhs(
+    lhs: Array, axis: Axis = -1, *, recipe: Recipe, key: Key | None = None, backend: str | None = None
+) -> Array | Prepared:
+    """Quantizes an activation once, for the linears that share it (query, key and value; gate and up).
+
+    Args:
+        lhs: the activation, as ``dot_general`` takes it.
+        axis: the contraction axis, or a tuple of them.
+        recipe: that of all the products. Products under another recipe need an operand of their own.
+        key: PRNG key, compulsory if ``recipe.needs_key``. The products share its noise on this operand, and draw that
+            of their other operands from the keys they are given.
+        backend: name of a backend; None takes the best that supports a product of ``lhs`` with a matrix.
+
+    Returns:
+        What ``dot_general`` takes for ``lhs``; the array itself if the recipe quantizes nothing.
+
+    Raises:
+        TypeError, ValueError: as ``dot_general`` does.
+
+    Example:
+        >>> import fp4jax, jax, jax.numpy as jnp
+        >>> dot = fp4jax.DotGeneral(fp4jax.recipes.fp4())
+        >>> x, wq, wk = jnp.ones((4, 8)), jnp.ones((8, 8)), jnp.ones((8, 2))
+        >>> shared = dot.prepare_lhs(x)
+        >>> [dot(shared, w, (((1,), (0,)), ((), ()))).shape for w in (wq, wk)]
+        [(4, 8), (4, 2)]
+    """
+    return _prepare("lhs", lhs, axis, recipe, key, backend)
+
+
+def prepare_rhs(
+    rhs: Array, axis: Axis = 0, *, recipe: Recipe, key: Key | None = None, backend: str | None = None
+) -> Array | Prepared:
+    """Quantizes a weight once, for the calls that share it (the microbatches of a step).
+
+    Arguments, result and errors are those of ``prepare_lhs``. ``Prepared.with_array`` puts the result behind the array
+    that a function is differentiated by. The estimator's factor is applied to the gradient of each call, as without
+    preparation.
+
+    Example:
+        >>> import fp4jax, jax, jax.numpy as jnp
+        >>> dot, w, batches = fp4jax.DotGeneral(fp4jax.recipes.fp4()), jnp.ones((8, 2)), jnp.ones((3, 4, 8))
+        >>> prepared = dot.prepare_rhs(w)
+        >>> loss = lambda w, x: dot(x, prepared.with_array(w), (((1,), (0,)), ((), ()))).sum()
+        >>> add = lambda total, x: (total + jax.grad(loss)(w, x), None)
+        >>> jax.lax.scan(add, jnp.zeros_like(w), batches)[0].shape
+        (8, 2)
+    """
+    return _prepare("rhs", rhs, axis, recipe, key, backend)
 
 
 def _align(lhs: Array, rhs: Array) -> tuple[Array, Array]:
@@ -145,8 +254,8 @@ class DotGeneral:
 
     def __call__(
         self,
-        lhs: Array,
-        rhs: Array,
+        lhs: Array | Prepared,
+        rhs: Array | Prepared,
         dimension_numbers: DimensionNumbers,
         precision: lax.PrecisionLike = None,
         preferred_element_type: jax.typing.DTypeLike | None = None,
@@ -159,3 +268,11 @@ class DotGeneral:
             lhs, rhs, dimension_numbers, precision, preferred_element_type, out_sharding,
             recipe=self.recipe, key=key, backend=self.backend,
         )  # fmt: skip
+
+    def prepare_lhs(self, lhs: Array, axis: Axis = -1, *, key: Key | None = None) -> Array | Prepared:
+        """``lhs`` quantized once, for several products; see ``fp4jax.dot.prepare_lhs``."""
+        return prepare_lhs(lhs, axis, recipe=self.recipe, key=key, backend=self.backend)
+
+    def prepare_rhs(self, rhs: Array, axis: Axis = 0, *, key: Key | None = None) -> Array | Prepared:
+        """``rhs`` quantized once, for several products; see ``fp4jax.dot.prepare_rhs``."""
+        return prepare_rhs(rhs, axis, recipe=self.recipe, key=key, backend=self.backend)

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import hashlib
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -43,17 +43,39 @@ class Call:
     lhs_sharding: NamedSharding | None = None
     rhs_sharding: NamedSharding | None = None
 
-    def mark(self, product: str) -> str:
-        """Name of the inner jit around a product; the same for equal calls in every process."""
-        digest = hashlib.sha256(
-            f"{self.recipe!r} {self.geometry!r} {self.lhs_dtype} {self.rhs_dtype}".encode()
-        ).hexdigest()
+    @property
+    def lhs_axis(self) -> tuple[int, ...]:
+        """Contraction axes of lhs, negative."""
+        return tuple(a - self.geometry.lhs_ndim for a in self.geometry.lhs_contract)
+
+    @property
+    def rhs_axis(self) -> tuple[int, ...]:
+        """Contraction axes of rhs, negative."""
+        return tuple(a - self.geometry.rhs_ndim for a in self.geometry.rhs_contract)
+
+    def mark(self, product: str, sizes: tuple[int, int, int] | None = None) -> str:
+        """Name of the inner jit around a product; the same for equal calls in every process.
+
+        Args:
+            product: ``"fprop"``, ``"dgrad"``, ``"wgrad"`` or ``"occ"``.
+            sizes: m, n and k, where the inner jit holds no ``lax.dot_general`` that tells them.
+        """
+        parts = f"{self.recipe!r} {self.geometry!r} {self.lhs_dtype} {self.rhs_dtype}"
+        digest = hashlib.sha256((parts if sizes is None else f"{parts} {sizes}").encode()).hexdigest()
         name = f"{MARK}{product}_{self.recipe.name}_{self.backend}_{digest[:8]}"
-        MARKS[name] = (self, product)
+        MARKS[name] = Mark(self, product, sizes)
         return name
 
 
-MARKS: dict[str, tuple[Call, str]] = {}
+class Mark(NamedTuple):
+    """What the name of an inner jit stands for; see ``Call.mark``."""
+
+    call: Call
+    product: str
+    sizes: tuple[int, int, int] | None
+
+
+MARKS: dict[str, Mark] = {}
 
 
 def permuted(sharding: NamedSharding | None, axes: tuple[int, ...]) -> NamedSharding | None:

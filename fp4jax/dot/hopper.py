@@ -8,23 +8,30 @@ written transposed, and those copies are what backward keeps, a byte a value.
 import dataclasses
 import functools
 import math
-from typing import Any
+import sys
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from fp4jax import kernels, outliers
+from fp4jax import outliers
 from fp4jax.dot.call import Call
 from fp4jax.dot.xla import LHS_NAME, RHS_NAME
+from fp4jax.estimators import gradient_factor
 from fp4jax.exact import as_float32
 from fp4jax.formats import E4M3
 from fp4jax.outliers import OCC
-from fp4jax.quantize import QuantSpec, find_scales, scaled_input
-from fp4jax.recipe import Reuse
+from fp4jax.quantize import QuantSpec
+from fp4jax.recipe import Recipe, Reuse
 from fp4jax.scaling import PerTensor, manual_axes
 from fp4jax.typing import Array, Key
+
+if TYPE_CHECKING:
+    from fp4jax import kernels
+
+# Pallas takes a second to import, so functions import the kernels when they are called.
 
 
 @functools.partial(
@@ -52,17 +59,32 @@ class Residuals:
     rhs_free: tuple[int, ...]
 
 
+def _runs_here() -> bool:
+    """Whether the device has Hopper's tensor cores, or kernels are interpreted."""
+    if jax.default_backend() != "gpu" and "fp4jax.kernels.device" not in sys.modules:  # so nothing can be interpreting
+        return False
+    from fp4jax import kernels
+
+    return kernels.is_hopper() or kernels.interpreting()
+
+
+def _one_device() -> bool:
+    """Whether no array can be split over devices: there is one, interpreted or only lowered for."""
+    from fp4jax import kernels
+
+    mesh = jax.sharding.get_abstract_mesh()
+    lowering = mesh.abstract_device is not None and not mesh.axis_names
+    return kernels.interpreting() or lowering or jax.device_count() == 1
+
+
 def unsupported(call: Call) -> list[str]:
     """Reasons why this backend cannot run ``call``; empty if it can."""
+    if not _runs_here():
+        return ["the device is no H100 or H200"]
+    from fp4jax import kernels
+
     recipe, geometry, reasons = call.recipe, call.geometry, []
-    if not (kernels.is_hopper() or kernels.interpreting()):
-        reasons.append("the device is no H100 or H200")
-    if (
-        call.lhs_sharding
-        or call.rhs_sharding
-        or call.out_sharding
-        or (jax.device_count() > 1 and not kernels.interpreting())
-    ):
+    if call.lhs_sharding or call.rhs_sharding or call.out_sharding or not _one_device():
         reasons.append("its kernels run on one device")
     if geometry.lhs_batch:
         reasons.append("batch axes")
@@ -106,6 +128,8 @@ def _unsupported_outliers(occ: OCC | None, spec) -> list[str]:
 
 def _thresholds(x: Array, occ: OCC) -> tuple[Array, Array]:
     """lo and hi as the xla backend has them, float32 scalars."""
+    from fp4jax import kernels
+
     n = math.prod(x.shape)
     if occ.quantile == "exact" and n and x.dtype in kernels.quantile.DTYPES and not manual_axes(x):
         ranks = int((1 - occ.alpha) * n), min(int(occ.alpha * n), n - 1)
@@ -115,23 +139,43 @@ def _thresholds(x: Array, occ: OCC) -> tuple[Array, Array]:
     return lo.reshape(()), hi.reshape(())
 
 
-def _activation(x: Array, spec: QuantSpec, occ: OCC | None) -> kernels.Quantized:
+def quantize_lhs(lhs: Array, recipe: Recipe, axis: tuple[int, ...], key: Key | None) -> "kernels.Quantized":
+    """The activation as values [m, k], the same transposed, and scales [m] or []."""
+    from fp4jax import kernels
+
+    del key  # no quantizer of this backend draws noise
+    spec, occ = recipe.activation_spec, recipe.outliers
+    assert spec is not None  # as unsupported checks
+    count = len(axis)
+    x = lhs.reshape(math.prod(lhs.shape[: lhs.ndim - count]), math.prod(lhs.shape[lhs.ndim - count :]))
     if isinstance(spec.granularity, PerTensor):
-        return kernels.quantize_tiles(x, spec, (kernels.Wanted(None, transposed=True),))[0]
-    thresholds = None if occ is None else _thresholds(x, occ)
-    return kernels.quantize_rows(x, spec, thresholds=thresholds, occ=occ, transpose=True)
+        (q,) = kernels.quantize_tiles(x, spec, (kernels.Wanted(None, transposed=True),))
+    else:
+        thresholds = None if occ is None else _thresholds(x, occ)
+        q = kernels.quantize_rows(x, spec, thresholds=thresholds, occ=occ, transpose=True)
+    return q._replace(transposed=checkpoint_name(q.transposed, LHS_NAME), scale=checkpoint_name(q.scale, LHS_NAME))
 
 
-def _weight(w: Array, spec: QuantSpec) -> kernels.Quantized:
-    axis = None if isinstance(spec.granularity, PerTensor) else 1
-    return kernels.quantize_tiles(w, spec, (kernels.Wanted(axis, transposed=True),))[0]
+def quantize_rhs(rhs: Array, recipe: Recipe, axis: tuple[int, ...], key: Key | None) -> "kernels.Quantized":
+    """The weight as values [k, n], the same transposed, and scales [n] or []."""
+    from fp4jax import kernels
+
+    del key
+    spec, count = recipe.weight_spec, len(axis)
+    assert spec is not None
+    w = rhs.reshape(math.prod(rhs.shape[:count]), math.prod(rhs.shape[count:]))
+    by = None if isinstance(spec.granularity, PerTensor) else 1
+    (q,) = kernels.quantize_tiles(w, spec, (kernels.Wanted(by, transposed=True),))
+    return q._replace(values=checkpoint_name(q.values, RHS_NAME), scale=checkpoint_name(q.scale, RHS_NAME))
 
 
-def _gradients(residuals: Residuals, g: Array, call: Call) -> tuple[kernels.Quantized, kernels.Quantized]:
+def _gradients(residuals: Residuals, g: Array, call: Call) -> "tuple[kernels.Quantized, kernels.Quantized]":
     """Q(dY · sw) [m, n] and Q(dY · sx) transposed [n, m], from one reading of dY after that for the maxima.
 
     dgrad and wgrad both ask; the compiler runs the equal kernels once.
     """
+    from fp4jax import kernels
+
     m, n = residuals.lhs_transposed.shape[1], residuals.rhs_values.shape[1]
     folds = jnp.broadcast_to(residuals.rhs_scale, (n,)), jnp.broadcast_to(residuals.lhs_scale, (m,))
     wanted = (
@@ -151,6 +195,7 @@ def _gradients(residuals: Residuals, g: Array, call: Call) -> tuple[kernels.Quan
 def _marked(name: str, out_dtype: np.dtype, interpreting: bool):
     """``scaled_matmul`` as an inner jit of the given name, one for each way to run it."""
     del interpreting
+    from fp4jax import kernels
 
     def product(lhs, rhs, lhs_scale, rhs_scale):
         return kernels.scaled_matmul(lhs, rhs, lhs_scale, rhs_scale, out_dtype=out_dtype)
@@ -160,27 +205,29 @@ def _marked(name: str, out_dtype: np.dtype, interpreting: bool):
 
 
 def _multiply(call: Call, product: str, lhs: Any, rhs: Any, lhs_scale: Array, rhs_scale: Array, dtype) -> Array:
+    from fp4jax import kernels
+
     held = dtype if dtype in kernels.gemm.OUT_DTYPES else np.dtype(np.float32)
-    return _marked(call.mark(product), held, kernels.interpreting())(lhs, rhs, lhs_scale, rhs_scale).astype(dtype)
+    name = call.mark(product, (lhs.shape[0], rhs.shape[0], lhs.shape[1]))
+    return _marked(name, held, kernels.interpreting())(lhs, rhs, lhs_scale, rhs_scale).astype(dtype)
 
 
-def fprop(lhs: Array, rhs: Array, key: Key | None, call: Call) -> tuple[Array, Residuals]:
+def fprop(
+    lhs: Array, rhs: Array, x: "kernels.Quantized", w: "kernels.Quantized", key: Key | None, call: Call
+) -> tuple[Array, Residuals]:
     """Y, and what backward needs."""
-    del key  # no quantizer of this backend draws noise
-    recipe, count = call.recipe, len(call.geometry.lhs_contract)
+    del key
+    count = len(call.geometry.lhs_contract)
     free, contracted, rhs_free = lhs.shape[: lhs.ndim - count], rhs.shape[:count], rhs.shape[count:]
-    m, k, n = math.prod(free), math.prod(contracted), math.prod(rhs_free)
-    assert recipe.activation_spec is not None
-    assert recipe.weight_spec is not None
-    x = _activation(lhs.reshape(m, k), recipe.activation_spec, recipe.outliers)
-    w = _weight(rhs.reshape(k, n), recipe.weight_spec)
     out = _multiply(call, "fprop", x.values, w.transposed, x.scale, w.scale, call.out_dtype)
+    assert x.transposed is not None
+    assert w.values is not None
     residuals = Residuals(
-        lhs_transposed=checkpoint_name(x.transposed, LHS_NAME),
-        lhs_scale=checkpoint_name(x.scale, LHS_NAME),
-        rhs_values=checkpoint_name(w.values, RHS_NAME),
-        rhs_scale=checkpoint_name(w.scale, RHS_NAME),
-        rhs=None if recipe.weight_estimator.is_identity else rhs,
+        lhs_transposed=x.transposed,
+        lhs_scale=x.scale,
+        rhs_values=w.values,
+        rhs_scale=w.scale,
+        rhs=None if call.recipe.weight_estimator.is_identity else rhs,
         contracted=contracted,
         rhs_free=rhs_free,
     )
@@ -200,8 +247,9 @@ def wgrad(residuals: Residuals, g: Array, call: Call) -> Array:
     _, q = _gradients(residuals, g, call)
     one = jnp.float32(1)
     out = _multiply(call, "wgrad", residuals.lhs_transposed, q.transposed, one, q.scale, np.dtype(np.float32))
-    estimator, spec = call.recipe.weight_estimator, call.recipe.weight_spec
-    if residuals.rhs is not None and spec is not None:
-        value = as_float32(residuals.rhs).reshape(out.shape)
-        out = out * estimator.factor(scaled_input(value, find_scales(value, spec, (-2,)), spec, (-2,)), spec.format)
-    return out.reshape(*residuals.contracted, *residuals.rhs_free).astype(call.rhs_dtype)
+    out = out.reshape(*residuals.contracted, *residuals.rhs_free)
+    if residuals.rhs is not None:
+        spec, axis = call.recipe.weight_spec, call.rhs_axis
+        assert spec is not None
+        out = out * gradient_factor(residuals.rhs, spec, axis, call.recipe.weight_estimator)
+    return out.astype(call.rhs_dtype)

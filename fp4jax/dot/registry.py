@@ -1,9 +1,10 @@
-"""The backends. Adding one is a module with ``unsupported``, ``fprop``, ``dgrad`` and ``wgrad``, and a row here."""
+"""The backends. Adding one is a module with the functions of ``Backend``, and a row here."""
 
 from typing import Any, Protocol
 
-from fp4jax.dot import xla
+from fp4jax.dot import hopper, xla
 from fp4jax.dot.call import Call
+from fp4jax.recipe import Recipe
 from fp4jax.typing import Array, Key
 
 
@@ -14,8 +15,16 @@ class Backend(Protocol):
         """Why it cannot run ``call``, a reason each; empty if it can."""
         ...
 
-    def fprop(self, lhs: Array, rhs: Array, key: Key | None, call: Call) -> tuple[Array, Any]:
-        """Y and the residuals of backward."""
+    def quantize_lhs(self, lhs: Array, recipe: Recipe, axis: tuple[int, ...], key: Key | None) -> Any:
+        """What fprop and wgrad need of the activation, contracted along ``axis`` (negative); a pytree."""
+        ...
+
+    def quantize_rhs(self, rhs: Array, recipe: Recipe, axis: tuple[int, ...], key: Key | None) -> Any:
+        """What fprop and dgrad need of the weight, contracted along ``axis`` (negative); a pytree."""
+        ...
+
+    def fprop(self, lhs: Array, rhs: Array, x: Any, w: Any, key: Key | None, call: Call) -> tuple[Array, Any]:
+        """Y and the residuals of backward; ``x`` and ``w`` are the quantized operands."""
         ...
 
     def dgrad(self, residuals: Any, g: Array, call: Call) -> Array:
@@ -28,7 +37,7 @@ class Backend(Protocol):
 
 
 # In order of preference: ``backend=None`` takes the first that supports the call.
-BACKENDS: dict[str, Backend] = {"xla": xla}
+BACKENDS: dict[str, Backend] = {"hopper": hopper, "xla": xla}
 
 
 def check_name(backend: str | None) -> None:

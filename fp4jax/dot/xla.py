@@ -46,6 +46,21 @@ class Operand(NamedTuple):
     scale: Array | None
 
 
+class Quantized(NamedTuple):
+    """A quantized operand of fprop, and the form of it that backward keeps.
+
+    Attributes:
+        operand: what fprop multiplies.
+        kept, kept_scale: values at a byte each and their scale, for the backward product that reuses them, else None.
+        delta: ΔX of sparse compensation, float32, or None.
+    """
+
+    operand: Operand
+    kept: Array | None
+    kept_scale: Array | None
+    delta: Array | None
+
+
 @jax.tree_util.register_pytree_node_class
 @dataclasses.dataclass(frozen=True)
 class Residuals:
@@ -205,44 +220,56 @@ def _negative(axes: tuple[int, ...], ndim: int) -> tuple[int, ...]:
     return tuple(a - ndim for a in axes)
 
 
-def fprop(lhs: Array, rhs: Array, key: Key | None, call: Call) -> tuple[Array, Residuals]:
-    """Y, and what backward needs."""
-    recipe, geometry = call.recipe, call.geometry
-    lhs_axis = _negative(geometry.lhs_contract, lhs.ndim)
-    rhs_axis = _negative(geometry.rhs_contract, rhs.ndim)
-    kept: dict[str, Array | None] = {"key": key}
+def quantize_lhs(lhs: Array, recipe: Recipe, axis: tuple[int, ...], key: Key | None) -> Quantized | None:
+    """The activation as fprop and wgrad take it; None where fprop leaves it in high precision."""
     spec = recipe.activation_spec
-    delta = None
     if spec is None:
-        lhs_operand = _high(lhs, call)
-    else:
-        values, scales, delta = quantize_activation(
-            lhs, spec, lhs_axis, recipe.outliers, _subkey(key, spec, _FPROP_LHS)
-        )
-        lhs_operand = _operand(values, scales, spec, lhs_axis, _activation_format(recipe))
-        if isinstance(recipe.wgrad.lhs, Reuse):
-            kept["lhs_values"] = _keep(values, _activation_format(recipe), LHS_NAME)
-            kept["lhs_scale"] = checkpoint_name(lhs_operand.scale, LHS_NAME)
-    if spec is None or not isinstance(recipe.wgrad.lhs, Reuse) or not recipe.activation_estimator.is_identity:
-        kept["lhs"] = lhs
+        return None
+    values, scales, delta = quantize_activation(lhs, spec, axis, recipe.outliers, _subkey(key, spec, _FPROP_LHS))
+    operand = _operand(values, scales, spec, axis, _activation_format(recipe))
+    kept = kept_scale = None
+    if isinstance(recipe.wgrad.lhs, Reuse):
+        kept = _keep(values, _activation_format(recipe), LHS_NAME)
+        kept_scale = checkpoint_name(operand.scale, LHS_NAME)
+    sparse = recipe.outliers is not None and recipe.outliers.compensation == "sparse"
+    return Quantized(operand, kept, kept_scale, delta if sparse else None)
 
+
+def quantize_rhs(rhs: Array, recipe: Recipe, axis: tuple[int, ...], key: Key | None) -> Quantized | None:
+    """The weight as fprop and dgrad take it; None where fprop leaves it in high precision."""
     spec = recipe.weight_spec
     if spec is None:
-        rhs_operand = _high(rhs, call)
-    else:
-        value = as_float32(rhs)
-        scales = find_scales(value, spec, rhs_axis)
-        values = grid_values(value, scales, spec, rhs_axis, _subkey(key, spec, _FPROP_RHS))
-        rhs_operand = _operand(values, scales, spec, rhs_axis, spec.format)
-        if isinstance(recipe.dgrad.rhs, Reuse):
-            kept["rhs_values"] = _keep(values, spec.format, RHS_NAME)
-            kept["rhs_scale"] = checkpoint_name(rhs_operand.scale, RHS_NAME)
-    if spec is None or not isinstance(recipe.dgrad.rhs, Reuse) or not recipe.weight_estimator.is_identity:
-        kept["rhs"] = rhs
+        return None
+    value = as_float32(rhs)
+    scales = find_scales(value, spec, axis)
+    values = grid_values(value, scales, spec, axis, _subkey(key, spec, _FPROP_RHS))
+    operand = _operand(values, scales, spec, axis, spec.format)
+    kept = kept_scale = None
+    if isinstance(recipe.dgrad.rhs, Reuse):
+        kept = _keep(values, spec.format, RHS_NAME)
+        kept_scale = checkpoint_name(operand.scale, RHS_NAME)
+    return Quantized(operand, kept, kept_scale, None)
 
+
+def fprop(
+    lhs: Array, rhs: Array, x: Quantized | None, w: Quantized | None, key: Key | None, call: Call
+) -> tuple[Array, Residuals]:
+    """Y, and what backward needs."""
+    recipe, geometry = call.recipe, call.geometry
+    kept: dict[str, Array | None] = {"key": key}
+    if x is not None:
+        kept["lhs_values"], kept["lhs_scale"] = x.kept, x.kept_scale
+    if x is None or x.kept is None or not recipe.activation_estimator.is_identity:
+        kept["lhs"] = lhs
+    if w is not None:
+        kept["rhs_values"], kept["rhs_scale"] = w.kept, w.kept_scale
+    if w is None or w.kept is None or not recipe.weight_estimator.is_identity:
+        kept["rhs"] = rhs
+    lhs_operand = _high(lhs, call) if x is None else x.operand
+    rhs_operand = _high(rhs, call) if w is None else w.operand
     out = _multiply(lhs_operand, rhs_operand, geometry.fprop, call, "fprop", call.out_sharding)
-    if delta is not None and recipe.outliers is not None and recipe.outliers.compensation == "sparse":
-        sparse = _high(delta, call)
+    if x is not None and x.delta is not None:
+        sparse = _high(x.delta, call)
         if recipe.wgrad.lhs is not None:  # an activation in high precision still holds its outliers
             kept["delta"] = sparse.values
         out = out + _multiply(sparse, rhs_operand, geometry.fprop, call, "occ", call.out_sharding)

@@ -18,6 +18,7 @@ class Narrow:
     def unsupported(call):
         return [] if call.recipe.name == "fp8" else ["only recipe fp8 has kernels", "k=8 is too small"]
 
+    quantize_lhs, quantize_rhs = staticmethod(xla.quantize_lhs), staticmethod(xla.quantize_rhs)
     fprop, dgrad, wgrad = staticmethod(xla.fprop), staticmethod(xla.dgrad), staticmethod(xla.wgrad)
 
 

@@ -8,15 +8,10 @@ import tolerances
 
 import fp4jax
 from fp4jax import kernels
-from fp4jax.dot import hopper, registry
+from fp4jax.dot import hopper
 from fp4jax.outliers import thresholds
 
 recipes = fp4jax.recipes
-
-
-@pytest.fixture(autouse=True)
-def _registered(monkeypatch):
-    monkeypatch.setitem(registry.BACKENDS, "hopper", hopper)
 
 
 def inputs(dtype):
