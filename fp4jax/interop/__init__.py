@@ -15,5 +15,6 @@ from fp4jax.interop.packed import save_packed as save_packed
 from fp4jax.interop.pretrained import Pretrained as Pretrained
 from fp4jax.interop.pretrained import build_model as build_model
 from fp4jax.interop.pretrained import initial_params as initial_params
+from fp4jax.interop.pretrained import load_tokenizer as load_tokenizer
 from fp4jax.interop.smollm2 import fetch_smollm2 as fetch_smollm2
 from fp4jax.interop.smollm2 import find_smollm2 as find_smollm2

@@ -65,27 +65,32 @@ def initial_params(path: str | Path, *, dtype: DTypeLike = jnp.bfloat16) -> Pret
         raise InteropError(f"no such model: {str(path)!r} is neither a file nor a folder, nor is it {SMOLLM2!r}")
     if (path / MANIFEST).exists():
         config, params = load_packed(path, dtype=dtype)
-        return Pretrained(config, dequantize_params(params), load_tokenizer(path))
+        return Pretrained(config, dequantize_params(params), _tokenizer_beside(path))
     if not (path / CONFIG).exists():
         raise InteropError(f"{str(path)!r} holds neither {CONFIG} (Hugging Face) nor {MANIFEST} (packed by fp4jax)")
-    return Pretrained(*load_hf(path, dtype=dtype), load_tokenizer(path))
+    return Pretrained(*load_hf(path, dtype=dtype), _tokenizer_beside(path))
 
 
-def load_tokenizer(folder: Path) -> Any:
-    """The `tokenizers.Tokenizer` in a folder's tokenizer.json; None where there is no such file.
+def load_tokenizer(path: str | Path) -> Any:
+    """The `tokenizers.Tokenizer` in a tokenizer.json.
 
     Raises:
-        InteropError: the file is no tokenizer.
+        InteropError: no such file, or no tokenizer.
         MissingPackageError: the package `tokenizers` is not installed.
     """
-    path = folder / "tokenizer.json"
-    if not path.exists():
-        return None
+    path = Path(path)
     library = require("tokenizers", f"the tokenizer {str(path)!r}")
     try:
         return library.Tokenizer.from_str(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InteropError(f"cannot read the tokenizer {str(path)!r}: {error.strerror}") from None
     except Exception as error:  # tokenizers raises bare Exception for every fault of the file
         raise InteropError(f"{str(path)!r} is not a tokenizer file: {error}") from None
+
+
+def _tokenizer_beside(folder: Path) -> Any:
+    path = folder / "tokenizer.json"
+    return load_tokenizer(path) if path.exists() else None
 
 
 def build_model(

@@ -1,0 +1,179 @@
+"""A trained model wherever it lies: a run folder of `fp4jax train`, a Hugging Face folder, packed weights, a GGUF."""
+
+import contextlib
+import dataclasses
+import json
+import tempfile
+import types
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from fp4jax import interop
+from fp4jax.models import LlamaConfig
+from fp4jax.train.arm import Arm, Text
+from fp4jax.train.checkpoint import Checkpointer
+from fp4jax.train.config import TrainConfig
+from fp4jax.train.data import ByteTokenizer, Corpus, DataOptions, Split, embedded, load
+from fp4jax.train.data.manifest import TOKENIZER
+from fp4jax.train.errors import ConfigError, MissingPackageError
+from fp4jax.train.job import CHECKPOINTS
+from fp4jax.train.rundir import CONFIG
+from fp4jax.train.step import Params
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainedModel:
+    """A model that came from a folder or file, and how it reads text.
+
+    Args:
+        name: what it was found under, and the step of a run.
+        config: its shape.
+        params: nested dicts of float32 arrays.
+        corpus: the text asked for, in the model's own tokens.
+        tokenizer: its `tokenizers.Tokenizer`; None for bytes.
+        seq_len: tokens in a sequence that it was trained on, or may be given.
+    """
+
+    name: str
+    config: LlamaConfig
+    params: Params
+    corpus: Corpus
+    tokenizer: Any
+    seq_len: int
+
+
+@contextlib.contextmanager
+def readable_errors() -> Iterator[None]:
+    """What goes wrong with a model's files, as the errors that the command line prints in one line."""
+    try:
+        yield
+    except interop.MissingPackageError as error:
+        raise MissingPackageError(str(error), name=error.name) from error
+    except interop.InteropError as error:
+        raise ConfigError(str(error)) from error
+
+
+def open_model(
+    path: str, *, text: DataOptions | None = None, step: int | None = None, dtype: Any = None
+) -> TrainedModel:
+    """Find out what lies at `path`, and read it.
+
+    Args:
+        path: a run folder, a Hugging Face folder, a folder of packed weights, a .gguf file, or "smollm2".
+        text: what to read in the model's tokens. None is the held-out text of a run, or the novels in the package.
+        step: of a run's checkpoint; None is the newest.
+        dtype: of the activations; None is the run's own, or bfloat16.
+
+    Raises:
+        ConfigError: no model there, one that cannot be used, a step of what is no run.
+        DataError: unusable text.
+        CheckpointError: the checkpoint is damaged, or does not fit the text's vocabulary.
+        MissingPackageError: an optional package is absent.
+    """
+    if (settings := _run_settings(Path(path))) is not None:
+        return _open_run(Path(path), settings, text, step, dtype)
+    if step is not None:
+        raise ConfigError(f"step={step}: {path!r} is no run of `fp4jax train`, and has no checkpoints")
+    with readable_errors():
+        config, params, tokenizer = interop.initial_params(path, **({} if dtype is None else {"dtype": dtype}))
+    corpus = _read(text or DataOptions(), tokenizer, path, bytes_will_do=config.vocab_size == ByteTokenizer.vocab_size)
+    if corpus.vocab_size > config.vocab_size:
+        raise ConfigError(f"the text has {corpus.vocab_size} different tokens, and {path!r} knows {config.vocab_size}")
+    return TrainedModel(path, config, params, corpus, tokenizer, min(config.max_seq_len, 1024))
+
+
+def from_json[T](kind: type[T], values: Any, where: str) -> T:
+    """A configuration from what `fp4jax.train.config.to_json` made of it. What is absent has its default.
+
+    Raises:
+        ConfigError: a field that this version does not have.
+
+    Example:
+        >>> from fp4jax.train.config import TrainConfig, to_json
+        >>> from_json(TrainConfig, to_json(TrainConfig(recipe="bf16", out=Path("a"))), "config.json").out
+        PosixPath('a')
+    """
+    hints = typing.get_type_hints(kind)
+    names = [field.name for field in dataclasses.fields(kind)]  # pyright: ignore[reportArgumentType]
+    if unknown := [name for name in values if name not in names]:
+        raise ConfigError(f"{where} has settings that this fp4jax does not know: {', '.join(unknown)}")
+    return kind(**{name: _value(hints[name], value, where) for name, value in values.items()})
+
+
+def _value(hint: Any, value: Any, where: str) -> Any:
+    if value is None:
+        return None
+    if isinstance(hint, types.UnionType):
+        hint = next(kind for kind in typing.get_args(hint) if kind is not types.NoneType)
+    if dataclasses.is_dataclass(hint) and isinstance(hint, type):
+        return from_json(hint, value, where)
+    if typing.get_origin(hint) is tuple:
+        return tuple(_value(typing.get_args(hint)[0], item, where) for item in value)
+    return Path(value) if hint is Path else value
+
+
+def _run_settings(folder: Path) -> TrainConfig | None:
+    """The settings of the run in `folder`; None if it holds none."""
+    try:
+        record = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None  # whatever it is, it is no run; what reads it next says what is wrong
+    if not isinstance(record, dict) or not isinstance(record.get("settings"), dict):
+        return None
+    if record.get("command") != "train":
+        raise ConfigError(f"{str(folder)!r} is a run of {record.get('command')!r}, which keeps no checkpoints")
+    return from_json(TrainConfig, record["settings"], str(folder / CONFIG)).resolved()
+
+
+def _open_run(
+    folder: Path, settings: TrainConfig, text: DataOptions | None, step: int | None, dtype: Any
+) -> TrainedModel:
+    own = settings.data
+    if dtype is not None:
+        settings = dataclasses.replace(settings, model=dataclasses.replace(settings.model, dtype=dtype))
+    if text is None:
+        corpus = Text.load(own).split.validation
+    elif text.tokenizer is not None or _is_prepared(text):
+        corpus = load(text)
+    else:
+        corpus = load(dataclasses.replace(text, tokenizer=_tokenizer_file(own)))
+    # The state is restored into the shapes that training gave it; they depend on the text by its vocabulary alone.
+    settings = dataclasses.replace(settings, loop=dataclasses.replace(settings.loop, deterministic=False))
+    vocabulary = embedded(tokenizer=_tokenizer_file(own))
+    arm = Arm(settings, settings.recipe, (settings.seed,), Text(Split(vocabulary, vocabulary), vocabulary.fingerprint))
+    if corpus.vocab_size != arm.model.vocab_size:
+        raise ConfigError(f"the text has a vocabulary of {corpus.vocab_size}, and the run of {arm.model.vocab_size}")
+    with Checkpointer(folder / CHECKPOINTS) as checkpointer:
+        try:
+            step = checkpointer.latest() if step is None else step
+            state, _ = checkpointer.restore(arm.abstract_state, step)
+        except FileNotFoundError as error:
+            raise ConfigError(f"{str(folder)!r}: {error}") from error
+    file = _tokenizer_file(own)
+    with readable_errors():
+        tokenizer = None if file is None else interop.load_tokenizer(file)
+    return TrainedModel(f"{folder}, step {step}", arm.model, state.params, corpus, tokenizer, settings.plan.seq_len)
+
+
+def _read(text: DataOptions, tokenizer: Any, path: str, *, bytes_will_do: bool) -> Corpus:
+    """The text in the tokens of `tokenizer`, unless the text brings its own."""
+    if text.tokenizer is not None or _is_prepared(text) or (tokenizer is None and bytes_will_do):
+        return load(text)
+    if tokenizer is None:
+        raise ConfigError(f"{path!r} has no tokenizer.json beside it: say tokenizer=FILE")
+    with tempfile.TemporaryDirectory() as scratch:
+        file = Path(scratch) / TOKENIZER
+        tokenizer.save(str(file))
+        return load(dataclasses.replace(text, tokenizer=file))
+
+
+def _tokenizer_file(data: DataOptions) -> Path | None:
+    """The tokenizer.json of a run's text; None for bytes."""
+    return data.text[0] / TOKENIZER if _is_prepared(data) else data.tokenizer
+
+
+def _is_prepared(data: DataOptions) -> bool:
+    """Whether the text is a folder that `fp4jax data prepare` wrote, with a tokenizer of its own."""
+    return len(data.text) == 1 and data.text[0].is_dir()
