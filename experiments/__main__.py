@@ -1,0 +1,95 @@
+"""`python -m experiments list|run|report`: see docs/experiments.md."""
+
+import dataclasses
+import sys
+from collections.abc import Sequence
+
+import tyro
+from rich.console import Console
+
+from experiments import report as reporting
+from experiments.catalog import EXPERIMENTS
+from experiments.experiment import Piece
+from fp4jax.train.data.text import DataError
+from fp4jax.train.errors import ConfigError, MissingPackageError
+from fp4jax.train.naming import check_choice
+
+
+@dataclasses.dataclass(frozen=True)
+class List:
+    """List the experiments, and how many of their pieces have run."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """Run what has not run yet, piece by piece; a piece is an arm with all its seeds."""
+
+    names: tyro.conf.Positional[tuple[str, ...]] = ()
+    """Experiments to run, in this order; by default all, in order of worth."""
+    only: tuple[str, ...] = ()
+    """Labels of the arms to run; by default all."""
+    time_limit: float | None = None
+    """Seconds: no piece is started that would not fit."""
+    tokens_per_second: float = 5e5
+    """What is assumed of the device until a piece has been measured, all seeds together."""
+    ahead: int = 3
+    """How many pieces to compile while one trains."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """Rebuild tables and figures in the READMEs from stored results; needs no GPU."""
+
+    names: tyro.conf.Positional[tuple[str, ...]] = ()
+    """Experiments to report; by default all."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command line; returns the exit code, 2 for what the user can mend."""
+    command = tyro.cli(
+        List | Run | Report,  # pyright: ignore[reportArgumentType]  (tyro takes a union)
+        prog="python -m experiments",
+        description=__doc__,
+        args=arguments,
+        config=(tyro.conf.OmitArgPrefixes,),
+    )
+    console = Console(soft_wrap=True, highlight=False)
+    try:
+        match command:
+            case List():
+                console.print(reporting.overview())
+            case Report(names):
+                for name in names or EXPERIMENTS:
+                    console.print(f"{reporting.report(EXPERIMENTS[check_choice('experiment', name, EXPERIMENTS)])}")
+            case Run():
+                return _run(command, console)
+    except (ConfigError, DataError, MissingPackageError) as error:
+        print(f"experiments: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def pieces_of(names: Sequence[str], only: Sequence[str]) -> list[Piece]:
+    """The pieces of experiments, in order, those of `only` if it names any.
+
+    Raises:
+        ConfigError: an unknown experiment or arm.
+    """
+    chosen = [EXPERIMENTS[check_choice("experiment", name, EXPERIMENTS)] for name in names or EXPERIMENTS]
+    pieces = [piece for experiment in chosen for piece in experiment.pieces()]
+    for label in only:
+        check_choice("arm", label, dict.fromkeys(piece.arm.label for piece in pieces))
+    return [piece for piece in pieces if not only or piece.arm.label in only]
+
+
+def _run(command: Run, console: Console) -> int:
+    from experiments.running import Limits, run  # here, so that `list` need not wait for Flax
+
+    limits = Limits(command.time_limit, command.tokens_per_second, command.ahead)
+    left = run(pieces_of(command.names, command.only), console, limits)
+    console.print(f"left to run: {len(left)}" if left else "nothing is left to run")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,213 @@
+"""The figures of the experiments, from stored results."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from experiments.base import HEADLINE
+from experiments.experiment import Experiment
+from experiments.statistics import gap_percent
+from experiments.store import Lanes, sources_of
+from experiments.tables import losses_by_rate
+from fp4jax.train.plots import COLORS, require_matplotlib
+
+type Results = Mapping[str, Lanes]
+
+ALT = {
+    "figure": "Training loss, gap to BF16 during training, and final gap by arm",
+    "rates": "Final loss and gap by peak learning rate",
+    "weights": "Gradient norm, clipped steps, flipped weight codes, and where weights stand in their interval",
+    "activations": "Outliers of activations during training, and the SNR of E2M1 without and with OCC",
+}
+"""What each figure shows, for the README."""
+
+
+def draw(experiment: Experiment, results: Results, folder: Path) -> list[str]:
+    """Write the figures of an experiment as PNG files.
+
+    Returns:
+        Their names, without the suffix.
+
+    Raises:
+        MissingPackageError: matplotlib is not installed.
+    """
+    require_matplotlib()
+    names = experiment.figures if "rates" in experiment.figures else ("figure", *experiment.figures)
+    for name in names:
+        figure = FIGURES[name](experiment, results)
+        figure.savefig(folder / f"{name}.png")
+    return list(names)
+
+
+def colors_of(experiment: Experiment) -> dict[str, str]:
+    """A color an arm; that of the baseline is black."""
+    labels = [experiment.baseline] + [arm.label for arm in experiment.arms if arm.label != experiment.baseline]
+    palette = [*COLORS, "#8C564B", "#BCBD22"]
+    return {label: palette[i % len(palette)] for i, label in enumerate(labels)}
+
+
+def _new(width: float, height: float) -> Any:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), dpi=130, layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def _tidy(axis: Any, xlabel: str, ylabel: str, title: str = "") -> None:
+    axis.set_xlabel(xlabel, fontsize=13)
+    axis.set_ylabel(ylabel, fontsize=13)
+    axis.set_title(title, fontsize=13, loc="left")
+    axis.tick_params(labelsize=12)
+    axis.grid(alpha=0.25)
+    axis.spines[["top", "right"]].set_visible(False)
+
+
+def _band(axis: Any, x: np.ndarray, rows: np.ndarray, color: str, **style: Any) -> None:
+    """The mean of [S, P] in a band of one standard deviation."""
+    mean = rows.mean(axis=0)
+    axis.plot(x, mean, color=color, **{"linewidth": 2, **style})
+    if len(rows) > 1:
+        std = rows.std(axis=0, ddof=1)
+        axis.fill_between(x, mean - std, mean + std, color=color, alpha=0.18, linewidth=0)
+
+
+def _millions(lanes: Lanes, steps: np.ndarray) -> np.ndarray:
+    return steps * lanes.record["tokens_per_step"] / 1e6
+
+
+def _main(experiment: Experiment, results: Results) -> Any:
+    colors, base = colors_of(experiment), results.get(experiment.baseline)
+    figure = _new(13, 6.4)
+    grid = figure.add_gridspec(2, 2, width_ratios=[1.15, 1], height_ratios=[1.1, 1])
+    loss, gap, final = (figure.add_subplot(place) for place in (grid[0, 0], grid[1, 0], grid[:, 1]))
+    sources = sources_of(next(iter(results.values())).record, HEADLINE)
+    named = " + ".join(sources) or "all text"
+    for label, lanes in results.items():
+        steps, curve = lanes.curve("loss")
+        _band(loss, _millions(lanes, steps)[3:], curve[:, 3:], colors[label], label=label)
+        if base is not None and label != experiment.baseline:
+            gaps = gap_percent(lanes.validation(HEADLINE), base.validation(HEADLINE))
+            x = _millions(lanes, lanes.validation_steps)
+            _band(gap, x, gaps, colors[label], marker="o", markersize=5)
+    gap.axhline(0, color="black", linewidth=1.5)
+    _tidy(loss, "training tokens (millions)", "training loss (nats per token)")
+    _tidy(gap, "training tokens (millions)", f"gap to {experiment.baseline} (%)", f"validation: {named}")
+    handles, labels = loss.get_legend_handles_labels()
+    loss.legend(handles, labels, frameon=False, fontsize=11, ncols=2)
+    _final_gaps(final, experiment, results, colors)
+    _tidy(final, f"final gap to {experiment.baseline} (%): {named}", "")
+    final.grid(axis="y", visible=False)
+    return figure
+
+
+def _final_gaps(axis: Any, experiment: Experiment, results: Results, colors: Mapping[str, str]) -> None:
+    """A bar an arm with its seeds as dots, and the paper's gap as a diamond where it is in range."""
+    base = results.get(experiment.baseline)
+    arms = [arm for arm in experiment.arms if arm.label in results and arm.label != experiment.baseline]
+    if base is None:
+        return
+    gaps = {arm.label: gap_percent(results[arm.label].final(HEADLINE), base.final(HEADLINE)) for arm in arms}
+    paper_base = next((arm.paper for arm in experiment.arms if arm.label == experiment.baseline), None)
+    largest = 1.35 * max((float(np.max(np.abs(values))) for values in gaps.values()), default=1.0)
+    largest = max(largest, 5.0) if paper_base else largest
+    for row, arm in enumerate(arms):
+        values = gaps[arm.label]
+        axis.barh(row, values.mean(), color=colors[arm.label], alpha=0.35, height=0.6)
+        axis.plot(values, np.full(len(values), row), "o", color=colors[arm.label], markersize=7)
+        if arm.paper is None or paper_base is None:
+            continue
+        paper = 100 * (arm.paper / paper_base - 1)
+        if paper <= largest:
+            axis.plot(paper, row, "D", color="black", markerfacecolor="none", markersize=10, markeredgewidth=1.6)
+        else:
+            text = "paper: diverged" if np.isnan(paper) else f"paper: {paper:+.0f} % →"
+            axis.text(0.99, row + 0.38, text, fontsize=11, ha="right", transform=axis.get_yaxis_transform())
+    axis.axvline(0, color="black", linewidth=1.5)
+    axis.set_yticks(range(len(arms)), [arm.label for arm in arms])
+    axis.invert_yaxis()
+    legend = "●: a seed   bar: mean" + ("   ◇: the paper (1.3B, 10B tokens)" if paper_base else "")
+    axis.text(0, 1.01, legend, transform=axis.transAxes, fontsize=11)
+
+
+def _rates(experiment: Experiment, results: Results) -> Any:
+    colors = colors_of(experiment)
+    figure = _new(11, 4.4)
+    loss, gap = figure.subplots(1, 2)
+    by_rate = {label: losses_by_rate(lanes) for label, lanes in results.items()}
+    base = by_rate.get(experiment.baseline, {})
+    for label, losses in by_rate.items():
+        loss.plot(
+            list(losses), [v.mean() for v in losses.values()], "o-", color=colors[label], label=label, linewidth=2
+        )
+        if label != experiment.baseline and base:
+            gaps = [gap_percent(losses[rate], base[rate]).mean() for rate in losses]
+            gap.plot(list(losses), gaps, "o-", color=colors[label], linewidth=2)
+    for axis in (loss, gap):
+        axis.set_xscale("log")
+        rates = sorted({rate for losses in by_rate.values() for rate in losses})
+        axis.set_xticks(rates, [f"{rate:g}" for rate in rates])
+        axis.minorticks_off()
+    gap.axhline(0, color="black", linewidth=1.5)
+    _tidy(loss, "peak learning rate", "final validation loss (nats per token)")
+    _tidy(gap, "peak learning rate", f"gap to {experiment.baseline} at the same rate (%)")
+    loss.legend(frameon=False, fontsize=12)
+    return figure
+
+
+def _weights(experiment: Experiment, results: Results) -> Any:
+    colors = colors_of(experiment)
+    figure = _new(13, 7)
+    norm, clipped, flips, histogram = figure.subplots(2, 2).ravel()
+    for label, lanes in results.items():
+        color = colors[label]
+        for axis, name, factor in ((norm, "grad_norm", 1), (clipped, "clipped", 100)):
+            steps, values = lanes.curve(name)
+            _band(axis, _millions(lanes, steps), factor * values, color, label=label)
+        steps, values = lanes.probe("weights", "flipped")
+        if len(steps):
+            _band(flips, _millions(lanes, steps), 100 * values.T, color, marker="o", markersize=5)
+        _, shares = lanes.probe("weights", "histogram")
+        last = shares[-1].mean(axis=0)
+        histogram.stairs(last * len(last), np.linspace(0, 1, len(last) + 1), color=color, linewidth=2)
+    norm.set_yscale("log")
+    histogram.axvline(0.5, color="gray", linestyle=":", linewidth=1.5)
+    _tidy(norm, "training tokens (millions)", "gradient norm, before clipping")
+    _tidy(clipped, "training tokens (millions)", "steps with a clipped gradient (%)")
+    _tidy(flips, "training tokens (millions)", "weights whose E2M1 code\nchanges in one step (%)")
+    _tidy(histogram, "position of a weight in its E2M1 interval, at the end", "density")
+    norm.legend(frameon=False, fontsize=10, ncols=2)
+    return figure
+
+
+def _activations(experiment: Experiment, results: Results) -> Any:
+    figure = _new(13, 4.4)
+    peaks, snr = figure.subplots(1, 2)
+    shown = next(results[label] for label in (experiment.baseline, *results) if label in results)
+    sites = {"attention": "into Q, K, V", "output": "into O", "mlp": "into gate, up", "down": "into down"}
+    for color, (site, name) in zip(COLORS[1:], sites.items()):
+        steps, values = shown.probe("activations", site, "peak")
+        x = _millions(shown, steps)
+        _band(peaks, x, values.mean(axis=2).T, color, marker="o", label=name)
+        for key, style in (("snr", ":"), ("snr_occ", "-")):
+            _, values = shown.probe("activations", site, key)
+            _band(snr, x, values.mean(axis=2).T, color, marker="o", linestyle=style)
+    snr.plot([], [], "k:", label="E2M1 by token")
+    snr.plot([], [], "k-", label="E2M1 by token, OCC α = .99")
+    _tidy(peaks, "training tokens (millions)", "largest |x| over rms, mean of layers", f"{experiment.baseline} arm")
+    _tidy(snr, "training tokens (millions)", "SNR of the activation (dB)")
+    peaks.legend(frameon=False, fontsize=11)
+    snr.legend(frameon=False, fontsize=11)
+    return figure
+
+
+FIGURES: dict[str, Callable[[Experiment, Results], Any]] = {
+    "figure": _main,
+    "rates": _rates,
+    "weights": _weights,
+    "activations": _activations,
+}
+"""Figures by name; `Experiment.figures` chooses among them."""

@@ -1,0 +1,26 @@
+"""The table and figure of the project's README: loss, speed and memory of the recipes side by side."""
+
+from experiments.base import SEEDS, english
+from experiments.experiment import ArmSpec, Claim, Experiment
+
+EXPERIMENT = Experiment(
+    name="headline",
+    question="What do the recipes cost in loss, and what in speed and memory where 4-bit products are emulated?",
+    expected="fp4 within a percent of bf16, fp4_direct several percent behind; every quantized recipe slower than "
+    "bf16, since the xla backend multiplies in bfloat16.",
+    cost="nothing of its own: all its pieces are those of precision",
+    settings=english(),
+    seeds=SEEDS,
+    arms=(
+        ArmSpec(label="bf16", recipe="bf16", paper=2.74),
+        ArmSpec(label="fp8", recipe="fp8", paper=2.745),
+        ArmSpec(label="fp4", recipe="fp4", paper=2.765),
+        ArmSpec(label="fp4_vector", recipe="fp4_vector", paper=2.855),
+        ArmSpec(label="fp4_direct", recipe="fp4_direct", paper=4.55),
+    ),
+    claims=(
+        Claim("fp4 stays behind bf16", "bf16", "fp4"),
+        Claim("fp4 beats a direct cast", "fp4", "fp4_direct"),
+    ),
+    paper="Fig. 6a and 6d.",
+)

@@ -1,0 +1,25 @@
+"""The paper against the authors' code, as run and as released."""
+
+from experiments.base import SEEDS, english
+from experiments.experiment import ArmSpec, Claim, Experiment
+
+EXPERIMENT = Experiment(
+    name="published_code",
+    question="Does it matter which of the three one implements: the paper, the research branch, or the release?",
+    expected="The research branch (E1M2 activations, α = .97) is nearest to BF16; the release, which discards what it "
+    "clamps and rounds scales to powers of two, is farthest.",
+    cost="2 runs of 3 seeds side by side on one H200, a minute each; the others are those of precision",
+    settings=english(),
+    seeds=SEEDS,
+    arms=(
+        ArmSpec(label="bf16", recipe="bf16"),
+        ArmSpec(label="fp4", recipe="fp4"),
+        ArmSpec(label="fp4_research", recipe="fp4_research"),
+        ArmSpec(label="fp4_release", recipe="fp4_release"),
+    ),
+    claims=(
+        Claim("the research branch beats the paper", "fp4_research", "fp4"),
+        Claim("the paper beats the release", "fp4", "fp4_release"),
+    ),
+    paper="The paper says nothing of its code; which of them made its figures is unknown.",
+)

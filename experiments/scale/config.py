@@ -1,0 +1,16 @@
+"""The same comparison with a larger model."""
+
+from experiments.base import english
+from experiments.experiment import ArmSpec, Claim, Experiment
+
+EXPERIMENT = Experiment(
+    name="scale",
+    question="Does the gap of FP4 grow with the model? The paper's does: 2.4 % at 1.3B, 4.8 % at 7B and 13B.",
+    expected="At equal tokens, a gap at 125M within the spread of that at 34M.",
+    cost="2 runs of 2 seeds side by side on one H200, four minutes each",
+    settings=english(model="125m", learning_rate=1e-3),
+    seeds=(0, 1),
+    arms=(ArmSpec(label="bf16", recipe="bf16"), ArmSpec(label="fp4", recipe="fp4")),
+    claims=(Claim("fp4 stays behind bf16", "bf16", "fp4"),),
+    paper="Losses at 100B tokens, FP4 and BF16: 2.55 and 2.49 (1.3B), 2.17 and 2.07 (7B), 1.97 and 1.88 (13B).",
+)

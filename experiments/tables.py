@@ -1,0 +1,129 @@
+"""The Markdown tables of an experiment, from stored results."""
+
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from experiments.base import HEADLINE
+from experiments.experiment import Experiment
+from experiments.statistics import Spread, gap_percent, paired
+from experiments.store import Lanes, sources_of
+
+
+def results_table(experiment: Experiment, results: Mapping[str, Lanes]) -> str:
+    """An arm a row: losses, gaps to the baseline, clipped steps, and the paper's number beside."""
+    if any(arm.learning_rates for arm in experiment.arms):
+        return _rates_table(experiment, results)
+    base = results.get(experiment.baseline)
+    first = next(iter(results.values()))
+    named = " + ".join(sources_of(first.record, HEADLINE)) or "all text"
+    paper = any(arm.paper is not None for arm in experiment.arms)
+    header = [
+        "arm", "recipe", f"loss, {named}", "gap, %", "loss, all text", "gap, %", "clipped steps, %", "tokens/s",
+        "memory, GB",
+        *(["paper: loss", "paper: gap, %"] if paper else []),
+    ]  # fmt: skip
+    rows = []
+    paper_base = next((arm.paper for arm in experiment.arms if arm.label == experiment.baseline), None)
+    for arm in experiment.arms:
+        recipe = f"`{arm.recipe}`" + ("" if arm.optimizer == "adamw" else f", `{arm.optimizer}`")
+        lanes = results.get(arm.label)
+        cells = ["not run", *[""] * 6] if lanes is None else _cells(lanes, base, arm.label == experiment.baseline)
+        if paper:
+            cells += _paper_cells(arm.paper, paper_base)
+        rows.append([arm.label, recipe, *cells])
+    return markdown(header, rows)
+
+
+def claims_table(experiment: Experiment, results: Mapping[str, Lanes]) -> str:
+    """A claim a row, with its paired tests on the headline sources."""
+    rows = []
+    for claim in experiment.claims:
+        if claim.lower not in results or claim.higher not in results:
+            rows.append([claim.text, "not run", "", "", ""])
+            continue
+        test = paired(results[claim.lower].final(HEADLINE), results[claim.higher].final(HEADLINE))
+        rows.append([claim.text, f"{test.difference:+.4f}", _p(test.t_p), _p(test.sign_p), test.verdict])
+    header = ["claim", "difference, nats", "p, paired t", "p, sign flips", "verdict at .05"]
+    return markdown(header, rows) if rows else ""
+
+
+def circumstances_text(results: Mapping[str, Lanes]) -> str:
+    """Where and when the numbers were made."""
+    records = [lanes.record for lanes in results.values()]
+    when = sorted({record["date"] for record in records})
+    places = sorted({f"{record['hardware']}; {record['versions']}" for record in records})
+    one = records[0]
+    seeds = sorted({seed for lanes in results.values() for seed in lanes.seeds})
+    train = sum(record["seconds"]["train"] for record in records)
+    return (
+        f"{len(records)} arms, seeds {', '.join(map(str, seeds))}; {one['parameters'] / 1e6:.1f}M parameters, "
+        f"{one['tokens_per_lane'] / 1e6:.2f}M tokens a run in steps of {one['tokens_per_step']:,}; "
+        f"{' / '.join(places)}; {', '.join(when)}; {train:.0f} s of training."
+    )
+
+
+def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table; columns but the first two are right-aligned where they hold numbers."""
+    rule = ["---" if i < 1 else "---:" if _numeric(rows, i) else "---" for i in range(len(header))]
+    return "\n".join("| " + " | ".join(line) + " |" for line in [header, rule, *rows])
+
+
+def _numeric(rows: Sequence[Sequence[str]], column: int) -> bool:
+    cells = [row[column] for row in rows if row[column]]
+    return bool(cells) and sum(cell[:1] in "0123456789+-−±–." for cell in cells) > len(cells) / 2
+
+
+def _cells(lanes: Lanes, base: Lanes | None, is_base: bool) -> list[str]:
+    cells = []
+    for sources in (HEADLINE, ()):
+        loss = lanes.final(sources)
+        cells.append(Spread.of(loss).text(".4f"))
+        cells.append("–" if is_base or base is None else Spread.of(gap_percent(loss, base.final(sources))).text("+.2f"))
+    clipped = 100 * np.mean([lane["clip_fraction"] for lane in lanes.lanes])
+    memory = f"{lanes.record['memory'] / 1e9:.1f}"
+    return [*cells, f"{clipped:.0f}", f"{lanes.record['tokens_per_second']:,.0f}", memory]
+
+
+def _paper_cells(loss: float | None, base: float | None) -> list[str]:
+    if loss is None:
+        return ["", ""]
+    if math.isnan(loss):
+        return ["diverged", ""]
+    gap = "–" if base is None or loss == base else f"{100 * (loss / base - 1):+.1f}"
+    return [f"{loss:.3f}", gap]
+
+
+def _rates_table(experiment: Experiment, results: Mapping[str, Lanes]) -> str:
+    """A learning rate a row, an arm a column, with gaps at the same rate."""
+    rates = sorted({rate for arm in experiment.arms for rate in arm.learning_rates})
+    header = ["peak learning rate"]
+    for arm in experiment.arms:
+        header += [f"{arm.label}: loss", *([] if arm.label == experiment.baseline else ["gap, %"])]
+    losses = {label: losses_by_rate(lanes) for label, lanes in results.items()}
+    rows = []
+    for rate in rates:
+        row = [f"{rate:g}"]
+        for arm in experiment.arms:
+            loss = losses.get(arm.label, {}).get(rate)
+            base = losses.get(experiment.baseline, {}).get(rate)
+            row.append("not run" if loss is None else Spread.of(loss).text(".4f"))
+            if arm.label != experiment.baseline:
+                missing = loss is None or base is None
+                row.append("" if missing else Spread.of(gap_percent(loss, base)).text("+.2f"))
+        rows.append(row)
+    return markdown(header, rows)
+
+
+def losses_by_rate(lanes: Lanes) -> dict[float, np.ndarray]:
+    """Final headline losses [S] by learning rate."""
+    final = lanes.final(HEADLINE)
+    rates = [lane["learning_rate"] for lane in lanes.lanes]
+    return {rate: final[[i for i, other in enumerate(rates) if other == rate]] for rate in dict.fromkeys(rates)}
+
+
+def _p(value: float) -> str:
+    if math.isnan(value):
+        return ""
+    return "< .001" if value < 0.001 else f"{value:.3f}"
