@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from fp4jax.blocks import explicit_sharding
 from fp4jax.dot.call import Call
@@ -149,18 +150,31 @@ def _prepare(
     _need_key(recipe, key)
     axes = normalize_axis(axis, array.ndim)
     contract, other = tuple(a + array.ndim for a in axes), tuple(range(len(axes)))
-    # The backend is chosen for a plain product: a matrix on the other side, in the order of these axes.
+    # The backend is chosen for a plain product: a matrix on the other side, its contraction ordered and split like this.
     if side == "lhs":
         geometry = Geometry.make(array.ndim, len(axes) + 1, ((contract, other), ((), ())))
     else:
         other = tuple(a + 1 for a in other)
         geometry = Geometry.make(len(axes) + 1, array.ndim, ((other, contract), ((), ())))
-    sharding = {f"{side}_sharding": explicit_sharding(array)}
-    call = Call(recipe, geometry, array.dtype, array.dtype, array.dtype, "", **sharding)
+    shardings = _plain_shardings(side, array, contract)
+    call = Call(recipe, geometry, array.dtype, array.dtype, array.dtype, "", **shardings)
     chosen = choose(backend, call)
     quantize = BACKENDS[chosen].quantize_lhs if side == "lhs" else BACKENDS[chosen].quantize_rhs
     quantized = lax.stop_gradient(quantize(lax.stop_gradient(array), recipe, axes, key))
     return Prepared(array, quantized, side, recipe, axes, chosen)
+
+
+def _plain_shardings(side: str, array: Array, contract: tuple[int, ...]) -> dict[str, NamedSharding]:
+    sharding = explicit_sharding(array)
+    if sharding is None:
+        return {}
+    entries = [*sharding.spec, *(None,) * (array.ndim - len(sharding.spec))]
+    shared = [entries[a] for a in contract]
+    other, spec = ("rhs", (*shared, None)) if side == "lhs" else ("lhs", (None, *shared))
+    return {
+        f"{side}_sharding": sharding,
+        f"{other}_sharding": NamedSharding(sharding.mesh, PartitionSpec(*spec)),
+    }
 
 
 def prepare_lhs(

@@ -15,17 +15,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import NamedSharding
 
 from fp4jax import outliers
+from fp4jax.blocks import explicit_sharding
+from fp4jax.dot import split, xla
 from fp4jax.dot.call import Call
 from fp4jax.dot.xla import LHS_NAME, RHS_NAME
 from fp4jax.estimators import gradient_factor
-from fp4jax.exact import as_float32
+from fp4jax.exact import as_float32, multiply
 from fp4jax.formats import E4M3
 from fp4jax.outliers import OCC
-from fp4jax.quantize import QuantSpec
+from fp4jax.quantize import QuantSpec, find_scales, grid_values
 from fp4jax.recipe import Recipe, Reuse
-from fp4jax.scaling import PerTensor, manual_axes
+from fp4jax.scaling import PerTensor, PerVector
 from fp4jax.typing import Array, Key
 
 if TYPE_CHECKING:
@@ -84,8 +87,8 @@ def unsupported(call: Call) -> list[str]:
     from fp4jax import kernels
 
     recipe, geometry, reasons = call.recipe, call.geometry, []
-    if call.lhs_sharding or call.rhs_sharding or call.out_sharding or not _one_device():
-        reasons.append("its kernels run on one device")
+    if call.lhs_sharding is None and call.rhs_sharding is None and not _one_device():
+        reasons.append("there are several devices and no Explicit mesh (a kernel would gather its operands)")
     if geometry.lhs_batch:
         reasons.append("batch axes")
     if geometry.lhs_contract != tuple(range(len(geometry.lhs_free), geometry.lhs_ndim)):
@@ -99,6 +102,8 @@ def unsupported(call: Call) -> list[str]:
             reasons.append(f"{name}={spec!r}")
         else:
             reasons += [f"{name}: {why}" for why in kernels.quantizer.unsupported(spec)]
+            if spec.granularity.axis_name is not None:
+                reasons.append(f"{name}: granularity {spec.granularity!r}")
             if name in ("dgrad.lhs", "wgrad.rhs") and not isinstance(spec.granularity, PerTensor):
                 reasons.append(f"{name}: granularity {spec.granularity!r}")
     if recipe.dgrad.lhs != recipe.wgrad.rhs:
@@ -107,7 +112,8 @@ def unsupported(call: Call) -> list[str]:
         reasons.append("a backward product that does not reuse the operand of fprop")
     if not recipe.activation_estimator.is_identity:
         reasons.append(f"activation_estimator={recipe.activation_estimator!r}")
-    return reasons + _unsupported_outliers(recipe.outliers, recipe.fprop.lhs)
+    reasons += _unsupported_outliers(recipe.outliers, recipe.fprop.lhs)
+    return reasons or split.unsupported(call)  # which takes axes in order for granted
 
 
 def _unsupported_outliers(occ: OCC | None, spec) -> list[str]:
@@ -126,12 +132,14 @@ def _unsupported_outliers(occ: OCC | None, spec) -> list[str]:
 # --- quantizing --------------------------------------------------------------------------------------------------
 
 
-def _thresholds(x: Array, occ: OCC) -> tuple[Array, Array]:
-    """lo and hi as the xla backend has them, float32 scalars."""
+def _thresholds(x: Array, occ: OCC, names: split.Names) -> tuple[Array, Array]:
+    """lo and hi as the xla backend has them, float32 scalars; over the mesh axes that split x."""
     from fp4jax import kernels
 
     n = math.prod(x.shape)
-    if occ.quantile == "exact" and n and x.dtype in kernels.quantile.DTYPES and not manual_axes(x):
+    if names:
+        occ = dataclasses.replace(occ, axis_name=names)
+    elif occ.quantile == "exact" and n and x.dtype in kernels.quantile.DTYPES:
         ranks = int((1 - occ.alpha) * n), min(int(occ.alpha * n), n - 1)
         lo, hi = (as_float32(v) for v in kernels.order_statistics(x, ranks))
         return lo, hi
@@ -139,33 +147,87 @@ def _thresholds(x: Array, occ: OCC) -> tuple[Array, Array]:
     return lo.reshape(()), hi.reshape(())
 
 
-def quantize_lhs(lhs: Array, recipe: Recipe, axis: tuple[int, ...], key: Key | None) -> "kernels.Quantized":
-    """The activation as values [m, k], the same transposed, and scales [m] or []."""
+def _named(spec: QuantSpec, names: split.Names) -> QuantSpec:
+    """``spec`` with maxima over these mesh axes too."""
+    kind = PerTensor if isinstance(spec.granularity, PerTensor) else PerVector
+    return dataclasses.replace(spec, granularity=kind(axis_name=names))
+
+
+def _by_reference(values: Array, scale: Array, spec: QuantSpec) -> "kernels.Quantized":
+    """float32 values and scales of the reference, as the kernels write them."""
     from fp4jax import kernels
 
-    del key  # no quantizer of this backend draws noise
-    spec, occ = recipe.activation_spec, recipe.outliers
-    assert spec is not None  # as unsupported checks
-    count = len(axis)
-    x = lhs.reshape(math.prod(lhs.shape[: lhs.ndim - count]), math.prod(lhs.shape[lhs.ndim - count :]))
+    held = jnp.where(jnp.isnan(values), jnp.float32(0), values).astype(kernels.quantizer.storage(spec.format))
+    shape = () if isinstance(spec.granularity, PerTensor) else (-1,)
+    return kernels.Quantized(held, held.T, scale.reshape(shape))
+
+
+def _activation(x: Array, spec: QuantSpec, occ: OCC | None, rows: split.Names, cols: split.Names) -> Any:
+    """A device's part of an activation [m, k] that is split over mesh axes ``rows`` and ``cols``."""
+    from fp4jax import kernels
+
+    if cols or (rows and isinstance(spec.granularity, PerTensor)):  # its scales are shared: the reference's sums do it
+        spec = _named(spec, rows + cols if isinstance(spec.granularity, PerTensor) else cols)
+        occ = None if occ is None else dataclasses.replace(occ, axis_name=rows + cols)
+        values, scales, _ = xla.quantize_activation(x, spec, (-1,), occ, None)
+        return _by_reference(values, scales.scale, spec)
     if isinstance(spec.granularity, PerTensor):
-        (q,) = kernels.quantize_tiles(x, spec, (kernels.Wanted(None, transposed=True),))
-    else:
-        thresholds = None if occ is None else _thresholds(x, occ)
-        q = kernels.quantize_rows(x, spec, thresholds=thresholds, occ=occ, transpose=True)
+        return kernels.quantize_tiles(x, spec, (kernels.Wanted(None, transposed=True),))[0]
+    thresholds = None if occ is None else _thresholds(x, occ, rows)
+    return kernels.quantize_rows(x, spec, thresholds=thresholds, occ=occ, transpose=True)
+
+
+def _weight(w: Array, spec: QuantSpec, rows: split.Names, cols: split.Names) -> Any:
+    """A device's part of a weight [k, n] that is split over mesh axes ``rows`` and ``cols``."""
+    from fp4jax import kernels
+
+    per_tensor = isinstance(spec.granularity, PerTensor)
+    if rows or (cols and per_tensor):
+        spec = _named(spec, rows + cols if per_tensor else rows)
+        value = as_float32(w)
+        scales = find_scales(value, spec, (-2,))
+        return _by_reference(grid_values(value, scales, spec, (-2,), None), scales.scale, spec)
+    return kernels.quantize_tiles(w, spec, (kernels.Wanted(None if per_tensor else 1, transposed=True),))[0]
+
+
+def _quantized_specs(rows: split.Names, cols: split.Names, scale: split.Names | None) -> Any:
+    from fp4jax import kernels
+
+    specs: list[Any] = [split.spec(rows, cols), split.spec(cols, rows), split.spec(*() if scale is None else (scale,))]
+    return kernels.Quantized(*specs)
+
+
+def quantize_lhs(lhs: Array, recipe: Recipe, axis: tuple[int, ...], key: Key | None) -> "kernels.Quantized":
+    """The activation as values [m, k], the same transposed, and scales [m] or []."""
+    del key  # no quantizer of this backend draws noise
+    spec = recipe.activation_spec
+    assert spec is not None  # as unsupported checks
+    layout, free = split.Layout.of(explicit_sharding(lhs), lhs.ndim), lhs.ndim - len(axis)
+    rows, cols = layout.names(*range(free)), layout.names(*range(free, lhs.ndim))
+
+    def local(x):
+        flat = x.reshape(math.prod(x.shape[:free]), math.prod(x.shape[free:]))
+        return _activation(flat, spec, recipe.outliers, rows, cols)
+
+    specs = _quantized_specs(rows, cols, None if isinstance(spec.granularity, PerTensor) else rows)
+    q = split.run(layout.mesh, local, layout.spec, specs)(lhs)
     return q._replace(transposed=checkpoint_name(q.transposed, LHS_NAME), scale=checkpoint_name(q.scale, LHS_NAME))
 
 
 def quantize_rhs(rhs: Array, recipe: Recipe, axis: tuple[int, ...], key: Key | None) -> "kernels.Quantized":
     """The weight as values [k, n], the same transposed, and scales [n] or []."""
-    from fp4jax import kernels
-
     del key
-    spec, count = recipe.weight_spec, len(axis)
+    spec = recipe.weight_spec
     assert spec is not None
-    w = rhs.reshape(math.prod(rhs.shape[:count]), math.prod(rhs.shape[count:]))
-    by = None if isinstance(spec.granularity, PerTensor) else 1
-    (q,) = kernels.quantize_tiles(w, spec, (kernels.Wanted(by, transposed=True),))
+    layout, count = split.Layout.of(explicit_sharding(rhs), rhs.ndim), len(axis)
+    rows, cols = layout.names(*range(count)), layout.names(*range(count, rhs.ndim))
+
+    def local(w):
+        flat = w.reshape(math.prod(w.shape[:count]), math.prod(w.shape[count:]))
+        return _weight(flat, spec, rows, cols)
+
+    specs = _quantized_specs(rows, cols, None if isinstance(spec.granularity, PerTensor) else cols)
+    q = split.run(layout.mesh, local, layout.spec, specs)(rhs)
     return q._replace(values=checkpoint_name(q.values, RHS_NAME), scale=checkpoint_name(q.scale, RHS_NAME))
 
 
@@ -174,17 +236,43 @@ def _gradients(residuals: Residuals, g: Array, call: Call) -> "tuple[kernels.Qua
 
     dgrad and wgrad both ask; the compiler runs the equal kernels once.
     """
+    spec, parts = call.recipe.dgrad.lhs, split.Split.of(call)
+    assert isinstance(spec, QuantSpec)  # as unsupported checks
+    free = len(call.geometry.lhs_free)
+    if parts.mesh is not None:
+        g = jax.sharding.reshard(g, NamedSharding(parts.mesh, split.spec(*parts.out)))
+
+    def local(g, lhs_scale, rhs_scale):
+        g = g.reshape(math.prod(g.shape[:free]), math.prod(g.shape[free:]))
+        return _gradient(g, lhs_scale, rhs_scale, spec, parts.m + parts.n)
+
+    scale_specs = [
+        split.spec(names) if scale.ndim else split.spec()
+        for scale, names in ((residuals.lhs_scale, parts.m), (residuals.rhs_scale, parts.n))
+    ]
+    plain, transposed = _quantized_specs(parts.m, parts.n, None), _quantized_specs(parts.m, parts.n, None)
+    specs = plain._replace(transposed=None), transposed._replace(values=None)
+    f = split.run(parts.mesh, local, (split.spec(*parts.out), *scale_specs), specs)
+    return f(g, residuals.lhs_scale, residuals.rhs_scale)
+
+
+def _gradient(g: Array, lhs_scale: Array, rhs_scale: Array, spec: QuantSpec, names: split.Names) -> Any:
+    """A device's part of both quantized gradients; ``names`` are the mesh axes that split dY."""
     from fp4jax import kernels
 
-    m, n = residuals.lhs_transposed.shape[1], residuals.rhs_values.shape[1]
-    folds = jnp.broadcast_to(residuals.rhs_scale, (n,)), jnp.broadcast_to(residuals.lhs_scale, (m,))
+    m, n = g.shape
+    if names:
+        spec, found = _named(spec, names), []
+        for fold in (rhs_scale, lhs_scale[:, None] if lhs_scale.ndim else lhs_scale):
+            value = multiply(as_float32(g), fold)
+            scales = find_scales(value, spec, (-1,))
+            found.append(_by_reference(grid_values(value, scales, spec, (-1,), None), scales.scale, spec))
+        return found[0]._replace(transposed=None), found[1]._replace(values=None)
     wanted = (
-        kernels.Wanted(None, folds[0], 1),
-        kernels.Wanted(None, folds[1], 0, plain=False, transposed=True),
+        kernels.Wanted(None, jnp.broadcast_to(rhs_scale, (n,)), 1),
+        kernels.Wanted(None, jnp.broadcast_to(lhs_scale, (m,)), 0, plain=False, transposed=True),
     )
-    spec = call.recipe.dgrad.lhs
-    assert isinstance(spec, QuantSpec)  # as unsupported checks
-    first, second = kernels.quantize_tiles(g.reshape(m, n), spec, wanted)
+    first, second = kernels.quantize_tiles(g, spec, wanted)
     return first, second
 
 
@@ -192,24 +280,33 @@ def _gradients(residuals: Residuals, g: Array, call: Call) -> "tuple[kernels.Qua
 
 
 @functools.lru_cache(maxsize=4096)
-def _marked(name: str, out_dtype: np.dtype, interpreting: bool):
-    """``scaled_matmul`` as an inner jit of the given name, one for each way to run it."""
+def _marked(name: str, parts: split.Parts, dtype: np.dtype, interpreting: bool):
+    """A scaled product as an inner jit of the given name, one for each way to run it."""
     del interpreting
     from fp4jax import kernels
 
+    def scaled(lhs, rhs, lhs_scale, rhs_scale, dtype):
+        return kernels.scaled_matmul(lhs, rhs, lhs_scale, rhs_scale, out_dtype=dtype)
+
     def product(lhs, rhs, lhs_scale, rhs_scale):
-        return kernels.scaled_matmul(lhs, rhs, lhs_scale, rhs_scale, out_dtype=out_dtype)
+        return parts.multiply(scaled, lhs, rhs, lhs_scale, rhs_scale, dtype)
 
     product.__name__ = product.__qualname__ = name
     return jax.jit(product)
 
 
-def _multiply(call: Call, product: str, lhs: Any, rhs: Any, lhs_scale: Array, rhs_scale: Array, dtype) -> Array:
+def _multiply(
+    call: Call, product: str, lhs: Array, rhs: Array, lhs_scale: Array, rhs_scale: Array, dtype, out: Any
+) -> Array:
+    """(Σk lhs[m, k] rhs[n, k]) · lhs_scale · rhs_scale, split like ``out``."""
     from fp4jax import kernels
 
     held = dtype if dtype in kernels.gemm.OUT_DTYPES else np.dtype(np.float32)
     name = call.mark(product, (lhs.shape[0], rhs.shape[0], lhs.shape[1]))
-    return _marked(name, held, kernels.interpreting())(lhs, rhs, lhs_scale, rhs_scale).astype(dtype)
+    mesh = split.Split.of(call).mesh
+    layouts = [split.Layout.of(explicit_sharding(x), 2).entries for x in (lhs, rhs)]
+    parts = split.Parts(mesh, layouts[0], layouts[1], out)
+    return _marked(name, parts, held, kernels.interpreting())(lhs, rhs, lhs_scale, rhs_scale).astype(dtype)
 
 
 def fprop(
@@ -217,11 +314,16 @@ def fprop(
 ) -> tuple[Array, Residuals]:
     """Y, and what backward needs."""
     del key
-    count = len(call.geometry.lhs_contract)
-    free, contracted, rhs_free = lhs.shape[: lhs.ndim - count], rhs.shape[:count], rhs.shape[count:]
-    out = _multiply(call, "fprop", x.values, w.transposed, x.scale, w.scale, call.out_dtype)
+    assert x.values is not None
     assert x.transposed is not None
     assert w.values is not None
+    assert w.transposed is not None
+    count, parts = len(call.geometry.lhs_contract), split.Split.of(call)
+    free, contracted, rhs_free = lhs.shape[: lhs.ndim - count], rhs.shape[:count], rhs.shape[count:]
+    out = _multiply(call, "fprop", x.values, w.transposed, x.scale, w.scale, call.out_dtype, (parts.m, parts.n))
+    out = split.unflatten(out, parts.mesh, parts.out, len(free), (*free, *rhs_free))
+    if call.out_sharding is not None and parts.mesh is not None:
+        out = jax.sharding.reshard(out, call.out_sharding)
     residuals = Residuals(
         lhs_transposed=x.transposed,
         lhs_scale=x.scale,
@@ -231,25 +333,30 @@ def fprop(
         contracted=contracted,
         rhs_free=rhs_free,
     )
-    return out.reshape(*free, *rhs_free), residuals
+    return out, residuals
 
 
 def dgrad(residuals: Residuals, g: Array, call: Call) -> Array:
     """dLhs = Q(dY · sw) · Wq · s1, in the dtype of lhs."""
     q, _ = _gradients(residuals, g, call)
-    one = jnp.float32(1)
-    out = _multiply(call, "dgrad", q.values, residuals.rhs_values, q.scale, one, call.lhs_dtype)
-    return out.reshape(*g.shape[: g.ndim - len(residuals.rhs_free)], *residuals.contracted)
+    assert q.values is not None
+    parts, one = split.Split.of(call), jnp.float32(1)
+    out = (parts.m, parts.lhs_k)
+    dlhs = _multiply(call, "dgrad", q.values, residuals.rhs_values, q.scale, one, call.lhs_dtype, out)
+    free = g.shape[: g.ndim - len(residuals.rhs_free)]
+    return split.unflatten(dlhs, parts.mesh, parts.lhs, len(free), (*free, *residuals.contracted))
 
 
 def wgrad(residuals: Residuals, g: Array, call: Call) -> Array:
     """dRhs = Xqᵀ · Q(dY · sx) · s2 ⊙ f'(W · r): float32 until the cast to the dtype of rhs."""
     _, q = _gradients(residuals, g, call)
-    one = jnp.float32(1)
-    out = _multiply(call, "wgrad", residuals.lhs_transposed, q.transposed, one, q.scale, np.dtype(np.float32))
-    out = out.reshape(*residuals.contracted, *residuals.rhs_free)
+    assert q.transposed is not None
+    parts, one, recipe = split.Split.of(call), jnp.float32(1), call.recipe
+    out, float32 = (parts.rhs_k, parts.n), np.dtype(np.float32)
+    drhs = _multiply(call, "wgrad", residuals.lhs_transposed, q.transposed, one, q.scale, float32, out)
+    shape = (*residuals.contracted, *residuals.rhs_free)
+    drhs = split.unflatten(drhs, parts.mesh, parts.rhs, len(residuals.contracted), shape)
     if residuals.rhs is not None:
-        spec, axis = call.recipe.weight_spec, call.rhs_axis
-        assert spec is not None
-        out = out * gradient_factor(residuals.rhs, spec, axis, call.recipe.weight_estimator)
-    return out.astype(call.rhs_dtype)
+        assert recipe.weight_spec is not None
+        drhs = drhs * gradient_factor(residuals.rhs, recipe.weight_spec, call.rhs_axis, recipe.weight_estimator)
+    return drhs.astype(call.rhs_dtype)

@@ -49,7 +49,7 @@ def test_exact_thresholds_are_those_of_the_xla_backend():
     x = jnp.asarray(x, jnp.float32).astype(jnp.bfloat16)
     occ = fp4jax.OCC(0.99)
     with kernels.interpret():
-        got = hopper._thresholds(x, occ)
+        got = hopper._thresholds(x, occ, ())
     for value, want in zip(got, thresholds(x, occ, (-1,)), strict=True):
         assert value.shape == ()
         assert value.dtype == want.dtype
