@@ -150,7 +150,7 @@ def _prepare(
     _need_key(recipe, key)
     axes = normalize_axis(axis, array.ndim)
     contract, other = tuple(a + array.ndim for a in axes), tuple(range(len(axes)))
-    # The backend is chosen for a plain product: a matrix on the other side, its contraction ordered and split like this.
+    # The backend is chosen for a plain product: a matrix on the other side, contracted in this order and split alike.
     if side == "lhs":
         geometry = Geometry.make(array.ndim, len(axes) + 1, ((contract, other), ((), ())))
     else:
