@@ -102,26 +102,28 @@ class StepDirectory:
                     _log.info("removing %s, left by a process that was killed", path)
                     shutil.rmtree(path)
 
-    def damage(self, step: int, problem: StepProblem) -> DamagedCheckpointError:
-        """The error for a step that is not what was written. It names the newest other step that is (all are read)."""
-        good = self._newest(lambda other: other != step and self.is_sound(self.verified, other))
+    def last_good(self, step: int, wanted: Mapping[str, Any] | None = None) -> int | None:
+        """The newest other step than `step` that is sound, all of it read, and fits `wanted` where that is given."""
+        others = (other for other in reversed(self.committed()) if other != step)
+        return next((other for other in others if self.is_sound(self.verified, other, wanted)), None)
+
+    def damage(self, step: int, problem: str, last_good: int | None) -> DamagedCheckpointError:
+        """The error for a step that is not what was written."""
         advice = f"there is no other good checkpoint in {self.root}"
-        if good is not None:
-            advice = f"the last good checkpoint is step {good}, pass --resume-step {good} / step={good}"
+        if last_good is not None:
+            advice = f"the last good checkpoint is step {last_good}, pass --resume-step {last_good} / step={last_good}"
         message = f"step {step} at {self.path(step)} is damaged: {problem}; {advice}"
-        return DamagedCheckpointError(message, step=step, path=self.path(step), last_good=good)
+        return DamagedCheckpointError(message, step=step, path=self.path(step), last_good=last_good)
 
-    def mismatch(self, step: int, problem: str, wanted: Mapping[str, Any]) -> CheckpointMismatchError:
-        """The error for a sound step that does not fit the target. It names the newest other step that does."""
-        good = self._newest(lambda other: other != step and self.is_sound(self.verified, other, wanted))
+    def mismatch(self, step: int, problem: str, last_good: int | None) -> CheckpointMismatchError:
+        """The error for a step that does not fit the target."""
         advice = f"no other checkpoint in {self.root} fits"
-        if good is not None:
-            advice = f"the last checkpoint that fits is step {good}, pass --resume-step {good} / step={good}"
+        if last_good is not None:
+            advice = (
+                f"the last checkpoint that fits is step {last_good}, pass --resume-step {last_good} / step={last_good}"
+            )
         message = f"step {step} at {self.path(step)} does not fit the target: {problem}; {advice}"
-        return CheckpointMismatchError(message, step=step, path=self.path(step), last_good=good)
-
-    def _newest(self, accept: Callable[[int], bool]) -> int | None:
-        return next((step for step in reversed(self.committed()) if accept(step)), None)
+        return CheckpointMismatchError(message, step=step, path=self.path(step), last_good=last_good)
 
     def _hidden(self, prefix: str, step: int) -> Path:
         return self.root / f"{prefix}{step}-{uuid.uuid4().hex[:8]}"

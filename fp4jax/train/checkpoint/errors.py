@@ -31,3 +31,7 @@ class CheckpointMismatchError(UnusableStepError):
 
 class StepProblem(Exception):
     """Internal: why one step cannot be used. `Checkpointer` turns it into an error that names the last good step."""
+
+
+class PeerProblem(Exception):
+    """Internal: why the processes of a run cannot finish a save or restore. It becomes a `CheckpointError` on each."""

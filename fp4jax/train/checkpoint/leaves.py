@@ -6,7 +6,9 @@ the same width (float8, float4 and int4 take one byte a value), a typed PRNG key
 not at all; the manifest remembers the true dtype and shape.
 """
 
+import functools
 import hashlib
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +17,9 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-from jax.sharding import AbstractMesh, NamedSharding, Sharding
+from jax.sharding import AbstractMesh, NamedSharding, Sharding, SingleDeviceSharding
+
+from fp4jax.train.checkpoint.pieces import Box, Piece, box_of, whole
 
 _INTEGERS = {f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)}
 _FLOATS = {"float16", "float32", "float64", "bfloat16", "complex64", "complex128"}
@@ -28,19 +32,36 @@ class LeafRecord:
 
     Attributes:
         name: its path in the tree, as `jax.tree_util.keystr` writes it: `['params']['w']`.
-        stored: the name Orbax stores it under, or None for an empty array.
         dtype: name of the dtype in the tree (`float8_e8m0fnu`, `key<fry>`), not of the stored integers.
         shape: its shape in the tree.
         key_impl: the PRNG implementation of a typed key, else None.
-        sha256: fingerprint of dtype, shape and bytes (see `fingerprint`).
+        pieces: where its values are; they are disjoint and make up the whole. None for an empty array.
     """
 
     name: str
-    stored: str | None
     dtype: str
     shape: tuple[int, ...]
     key_impl: str | None
-    sha256: str
+    pieces: tuple[Piece, ...]
+
+    @property
+    def data_shape(self) -> tuple[int, ...]:
+        """The shape of what is stored: for a typed key with a last axis for its uint32 words."""
+        return self.shape if self.key_impl is None else (*self.shape, *_words(self.key_impl))
+
+    def boxes(self, like: Any) -> dict[Any, Box]:
+        """Which part of the data goes where: the box for each of this process's devices under the sharding of `like`.
+
+        The key is None where the whole goes to NumPy or to the default device.
+
+        Raises:
+            ValueError: `like` lies on an abstract mesh that no current mesh makes concrete.
+        """
+        sharding = None if isinstance(like, np.ndarray) else _sharding(self.name, like)
+        if sharding is None:
+            return {None: whole(self.data_shape)}
+        indices = sharding.addressable_devices_indices_map(self.shape)
+        return {device: box_of(index or (), self.data_shape) for device, index in indices.items()}
 
 
 def named_leaves(tree: Any, also: tuple[type, ...] = ()) -> dict[str, Any]:
@@ -99,39 +120,57 @@ def encode(host: np.ndarray) -> np.ndarray:
 
 
 def fingerprint(array: np.ndarray, dtype: str, shape: tuple[int, ...], key_impl: str | None) -> str:
-    """SHA-256 of a leaf's dtype, shape and bytes in C order: the same for every sharding of the same values."""
+    """SHA-256 of dtype, shape and bytes in C order, of a leaf or of a piece: the same whatever it was cut from.
+
+    Args:
+        array: the stored form.
+        dtype: the dtype in the tree.
+        shape: the shape in the tree, so that of keys rather than of their words.
+        key_impl: the PRNG implementation of typed keys.
+    """
     digest = hashlib.sha256(f"{dtype} {list(shape)} {key_impl}".encode())
     digest.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
     return digest.hexdigest()
 
 
-def empty(record: LeafRecord) -> np.ndarray:
-    """The stored form of an empty leaf, which Orbax does not hold."""
-    if record.key_impl is not None:
-        words = jax.random.key_data(jax.random.key(0, impl=record.key_impl)).shape
-        return np.empty(record.shape + words, np.uint32)
-    return encode(np.empty(record.shape, _numpy_dtype(record.dtype)))
+def stored_name(position: int, name: str) -> str:
+    """A short name for files, made unique by the leaf's position in the tree."""
+    return f"{position:04d}.{re.sub(r'[^A-Za-z0-9_-]+', '.', name).strip('.')[:100]}"
 
 
-def place(array: np.ndarray, record: LeafRecord, like: Any) -> Any:
-    """Turns the stored form back into the leaf and puts it where `like` is, or says it should be.
+def place(blocks: Mapping[Box, np.ndarray], record: LeafRecord, like: Any) -> Any:
+    """Turns stored blocks back into the leaf and puts it where `like` is, or says it should be.
+
+    Args:
+        blocks: the stored form of every box in `record.boxes(like)`.
+        record: what the manifest says of the leaf.
+        like: the target.
 
     Raises:
-        ValueError: `like` lies on an abstract mesh that no current mesh makes concrete, or JAX narrowed the dtype.
+        ValueError: JAX narrowed the dtype.
     """
-    # may_alias=False throughout: JAX must own the buffer, or the first donated step would have to copy it.
-    if record.key_impl is not None:
-        words = jax.device_put(array, may_alias=False)
-        return jax.device_put(jax.random.wrap_key_data(words, impl=record.key_impl), _sharding(record, like))
-    host = array.view(_numpy_dtype(record.dtype))
+    boxes = record.boxes(like)
     if isinstance(like, np.ndarray):
-        return host
-    source = host
-    if (
-        like.weak_type
-    ):  # or it would promote differently; a Python scalar makes a weak array, and .at[].set keeps it one
-        source = jnp.full(host.shape, host.dtype.type(0).item()).at[...].set(host)
-    leaf = jax.device_put(source, _sharding(record, like), may_alias=False)
+        return blocks[boxes[None]].view(numpy_dtype(record.dtype))
+    if None in boxes:
+        leaf = _put(blocks[boxes[None]], record, None)
+    else:
+        sharding = _sharding(record.name, like)
+        assert sharding is not None
+        kind = sharding.memory_kind
+        parts = [
+            _put(blocks[box], record, SingleDeviceSharding(device, memory_kind=kind)) for device, box in boxes.items()
+        ]
+        leaf = jax.make_array_from_single_device_arrays(record.shape, sharding, parts, dtype=like.dtype)
+    return _weaken(leaf) if getattr(like, "weak_type", False) else leaf  # typed keys have no such attribute
+
+
+def _put(block: np.ndarray, record: LeafRecord, where: Sharding | None) -> jax.Array:
+    # may_alias=False: JAX must own the buffer, or the first donated step would have to copy it.
+    if record.key_impl is not None:
+        return jax.random.wrap_key_data(jax.device_put(block, where, may_alias=False), impl=record.key_impl)
+    host = block.view(numpy_dtype(record.dtype))
+    leaf = jax.device_put(host, where, may_alias=False)
     if leaf.dtype != host.dtype:
         raise ValueError(
             f"leaf {record.name} is {record.dtype}, which JAX turned into {leaf.dtype}: set jax_enable_x64, "
@@ -140,7 +179,21 @@ def place(array: np.ndarray, record: LeafRecord, like: Any) -> Any:
     return leaf
 
 
-def _sharding(record: LeafRecord, like: Any) -> Sharding | None:
+def _weaken(leaf: jax.Array) -> jax.Array:
+    """The same array with a weak type, without which it would promote differently."""
+    # A Python scalar makes a weak array, and .at[].set keeps it one; the compiled full takes any sharding.
+    zero = np.zeros((), leaf.dtype).item()
+    where = leaf.sharding if leaf.committed else None
+    weak = jax.jit(lambda: jnp.full(leaf.shape, zero), out_shardings=where)()
+    return jax.device_put(weak.at[...].set(leaf), where)
+
+
+@functools.cache
+def _words(key_impl: str) -> tuple[int, ...]:
+    return jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0, impl=key_impl))).shape
+
+
+def _sharding(name: str, like: Any) -> Sharding | None:
     if isinstance(like, jax.Array) and not like.committed:
         return None
     sharding = like.sharding
@@ -149,7 +202,7 @@ def _sharding(record: LeafRecord, like: Any) -> Sharding | None:
     mesh = jax.sharding.get_mesh()
     if mesh.empty or mesh.abstract_mesh != sharding.mesh:
         raise ValueError(
-            f"the target of leaf {record.name} is laid out on an abstract mesh ({sharding.mesh}): restore under "
+            f"the target of leaf {name} is laid out on an abstract mesh ({sharding.mesh}): restore under "
             f"jax.set_mesh(mesh), or give ShapeDtypeStructs with concrete shardings"
         )
     return NamedSharding(mesh, sharding.spec)
@@ -159,7 +212,7 @@ def _is_known(dtype: str) -> bool:
     return dtype in _STORED_AS_ITSELF or hasattr(ml_dtypes, dtype)
 
 
-def _numpy_dtype(name: str) -> np.dtype:
+def numpy_dtype(name: str) -> np.dtype:
     return np.dtype(getattr(ml_dtypes, name, name))
 
 

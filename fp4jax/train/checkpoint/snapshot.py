@@ -1,15 +1,15 @@
 """The state copied to host memory that belongs to nobody else, so that training may go on and donate it."""
 
 import logging
-import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import numpy as np
 
-from fp4jax.train.checkpoint.leaves import LeafRecord, encode, fingerprint, named_leaves
+from fp4jax.train.checkpoint.leaves import named_leaves
+from fp4jax.train.checkpoint.pieces import Box, box_of, slices, whole
 
 _log = logging.getLogger(__name__)
 
@@ -25,8 +25,10 @@ class HostLeaf:
         dtype: name of its dtype in the tree.
         shape: its shape in the tree.
         key_impl: the PRNG implementation of a typed key, whose pieces are then its uint32 words; else None.
-        data_shape: shape of the whole that the pieces make up.
-        pieces: index into the whole, and the values there.
+        data_shape: shape of the whole that the pieces of all processes make up.
+        on_its_own: several processes run, and this one holds the leaf on its own devices or in NumPy. So may the
+            others, and then all hold the same.
+        pieces: the parts that this process owns, by their box in the whole. Over all processes they are disjoint.
     """
 
     name: str
@@ -34,26 +36,18 @@ class HostLeaf:
     shape: tuple[int, ...]
     key_impl: str | None
     data_shape: tuple[int, ...]
-    pieces: list[tuple[Any, np.ndarray]]
+    on_its_own: bool
+    pieces: list[tuple[Box, np.ndarray]]
 
-    def store(self, index: int) -> tuple[LeafRecord, np.ndarray]:
-        """The manifest's record and the stored form. Uses up the pieces.
-
-        Args:
-            index: position in the tree; it keeps stored names unique and short.
-        """
+    def merged(self) -> np.ndarray:
+        """The whole, where this process owns all of it. Uses up the pieces."""
         if len(self.pieces) == 1:
-            _, whole = self.pieces.pop()
-        else:
-            whole = np.empty(self.data_shape, self.pieces[0][1].dtype)
-            while self.pieces:
-                where, piece = self.pieces.pop()
-                whole[where] = piece
-        array = encode(whole)
-        slug = re.sub(r"[^A-Za-z0-9_-]+", ".", self.name).strip(".")[:100]
-        stored = f"{index:04d}.{slug}" if array.size else None
-        digest = fingerprint(array, self.dtype, self.shape, self.key_impl)
-        return LeafRecord(self.name, stored, self.dtype, self.shape, self.key_impl, digest), array
+            return self.pieces.pop()[1]
+        merged = np.empty(self.data_shape, self.pieces[0][1].dtype)
+        while self.pieces:
+            box, piece = self.pieces.pop()
+            merged[slices(box, whole(self.data_shape))] = piece
+        return merged
 
 
 def snapshot(state: Any) -> list[HostLeaf]:
@@ -66,28 +60,29 @@ def snapshot(state: Any) -> list[HostLeaf]:
         TypeError: a leaf is not a `jax.Array` or NumPy array, or has a dtype no checkpoint holds.
         ValueError: two leaves have one name, or a leaf holds PRNG keys of an unregistered kind.
     """
-    begin = _Transfers()
+    begin, several = _Transfers(), jax.process_count() > 1
     under_way = []
     for name, leaf in named_leaves(state).items():
+        key_impl = _key_impl(name, leaf)
         if isinstance(leaf, jax.Array):
-            key_impl = _key_impl(name, leaf)
             data = leaf if key_impl is None else jax.random.key_data(leaf)
-            under_way.append((name, leaf, key_impl, data.shape, list(begin.shards(data))))
+            pieces, on_its_own = list(begin.shards(data)), several and leaf.is_fully_addressable
         else:
-            under_way.append((name, leaf, None, leaf.shape, [(..., np.array(leaf, order="C"))]))
-
-    return [
-        HostLeaf(name, str(leaf.dtype), tuple(leaf.shape), key_impl, shape, [(at, _own(piece)) for at, piece in pieces])
-        for name, leaf, key_impl, shape, pieces in under_way
-    ]
+            data, on_its_own = leaf, several
+            pieces = [(whole(leaf.shape), np.array(leaf, order="C"))]
+        begun = HostLeaf(name, str(leaf.dtype), tuple(leaf.shape), key_impl, tuple(data.shape), on_its_own, [])
+        under_way.append((begun, pieces))
+    return [replace(begun, pieces=[(box, _own(piece)) for box, piece in pieces]) for begun, pieces in under_way]
 
 
 class _Transfers:
     def __init__(self):
         self.pinned = True
 
-    def shards(self, array: jax.Array) -> Iterator[tuple[Any, jax.Array]]:
-        """The distinct shards of `array`, their way to the host begun.
+    def shards(self, array: jax.Array) -> Iterator[tuple[Box, jax.Array]]:
+        """The shards of `array` that this process owns, their way to the host begun.
+
+        Of equal shards the one with replica id 0 counts, so that each element has one owner over all processes.
 
         Each is a new `jax.Array` over the shard's buffer. JAX keeps a host copy in the object that was asked for it:
         asking the caller's arrays would keep that memory as long as they live and, on CPU, bar them from donation.
@@ -96,7 +91,7 @@ class _Transfers:
             if shard.replica_id == 0:
                 data = shard.data
                 yield (
-                    shard.index,
+                    box_of(shard.index, array.shape),
                     self._begin(jax.make_array_from_single_device_arrays(data.shape, data.sharding, [data])),
                 )
 
@@ -129,7 +124,7 @@ def _own(piece: jax.Array | np.ndarray) -> np.ndarray:
     return np.array(host, order="C") if device.platform == "cpu" else host
 
 
-def _key_impl(name: str, leaf: jax.Array) -> str | None:
+def _key_impl(name: str, leaf: jax.Array | np.ndarray) -> str | None:
     if not jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         return None
     impl = jax.random.key_impl(leaf)
