@@ -55,7 +55,7 @@ __all__ = [
     "recipes",
 ]
 
-_LAZY = ("interop", "kernels", "linen", "models", "nn", "optim", "parallel", "train")
+_LAZY = ("interop", "kernels", "linen", "models", "nn", "optim", "parallel", "telemetry", "train")
 
 
 def __getattr__(name: str):

@@ -1,0 +1,110 @@
+"""The picture of a snapshot: layer × operand, colored by SNR, the blocks of a model side by side."""
+
+import os
+import re
+from typing import Any
+
+import numpy as np
+
+from fp4jax.telemetry.log import require
+from fp4jax.telemetry.operands import STATISTICS
+from fp4jax.telemetry.snapshot import Record, Snapshot
+
+_LABELS = {
+    "snr_db": "SNR (dB)", "cosine": "cosine similarity", "underflow": "underflow to 0 (share)",
+    "clipped": "clipped (share)", "scale_spread": "log2(largest / smallest scale)", "crest": "crest factor",
+}  # fmt: skip
+_HIGH_IS_BAD = ("mse", "underflow", "clipped", "nonfinite", "residual_saturated", "scale_spread", "crest")
+
+
+def draw_heatmap(
+    snapshot: Snapshot, path: str | os.PathLike[str], *, statistic: str = "snr_db", title: str | None = None
+) -> None:
+    """Write a PNG: a row for each kind of layer, a group of columns for each operand, in it a column for each block.
+
+    Layers whose paths differ by one number (``layers.0.mlp.up``, ``layers.1.mlp.up``) or that are stacked share a row.
+    Dark is bad. A cell in which nothing was lost is white; one that is not finite is crossed out.
+
+    Args:
+        snapshot: from a ``Meter``, ``collect`` or ``read``.
+        path: of the PNG.
+        statistic: which of ``telemetry.STATISTICS`` to show.
+        title: above the figure.
+
+    Raises:
+        ModuleNotFoundError: matplotlib is not installed.
+        ValueError: an unknown statistic, or an empty snapshot.
+    """
+    if statistic not in STATISTICS:
+        raise ValueError(f"statistic={statistic!r} is none of {', '.join(STATISTICS)}")
+    if not snapshot.records:
+        raise ValueError("the snapshot holds no records")
+    require("matplotlib", "drawing a heat map")
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    names, grids = heatmap_grids(snapshot, statistic)
+    blocks = next(iter(grids.values())).shape[1]
+    finite = np.concatenate([grid[np.isfinite(grid)] for grid in grids.values()])
+    low, high = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 1.0)
+    cell = 0.62 if blocks <= 8 else max(0.16, 7.0 / blocks)
+    width = 1.9 + len(grids) * (blocks * cell + 0.35) + 0.9
+    figure = Figure(figsize=(max(6.0, width), 1.7 + 0.42 * len(names)), dpi=160, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(1, len(grids), sharey=True, squeeze=False)[0]
+    color_map = "viridis_r" if statistic in _HIGH_IS_BAD else "viridis"
+    image = None
+    for axis, (place, grid) in zip(axes, grids.items(), strict=True):
+        shown = np.ma.masked_invalid(grid)
+        image = axis.imshow(shown, cmap=color_map, vmin=low, vmax=high, aspect="auto")
+        axis.set_title(place, fontsize=11)
+        axis.set_xticks(range(blocks) if blocks <= 8 else range(0, blocks, -(-blocks // 8)))
+        axis.set_xlabel("block" if blocks > 1 else "", fontsize=10)
+        if blocks == 1:
+            axis.set_xticks([])
+        axis.tick_params(labelsize=10, length=0)
+        _write_cells(axis, grid, low, high, dark_is_high=statistic in _HIGH_IS_BAD, numbers=blocks <= 8)
+    axes[0].set_yticks(range(len(names)), names)
+    if image is not None:
+        bar = figure.colorbar(image, ax=list(axes), pad=0.02, fraction=0.05)
+        bar.set_label(_LABELS.get(statistic, statistic), fontsize=11)
+        bar.ax.tick_params(labelsize=10)
+    figure.suptitle(
+        title or f"{_LABELS.get(statistic, statistic)} by layer and operand", fontsize=12, x=0.01, ha="left"
+    )
+    figure.savefig(path)
+
+
+def heatmap_grids(snapshot: Snapshot, statistic: str) -> tuple[list[str], dict[str, np.ndarray]]:
+    """Names of the rows, and for each place a float64 [rows, blocks]; NaN where nothing was measured."""
+    rows = list(dict.fromkeys(_row_name(record) for record in snapshot.records))
+    blocks = 1 + max(_block(record) for record in snapshot.records)
+    grids = {place: np.full((len(rows), blocks), np.nan) for place in snapshot.places}
+    for record in snapshot.records:
+        grids[record.place][rows.index(_row_name(record)), _block(record)] = record.values[statistic]
+    return rows, grids
+
+
+def _row_name(record: Record) -> str:
+    """The path without the number of the block, the first in it, and without what leads up to that."""
+    if record.index:
+        return ".".join([record.layer, *map(str, record.index[1:])])
+    return re.sub(r"(^|\.)\d+(?=\.|$)", "", record.layer, count=1).lstrip(".") or "(model)"
+
+
+def _block(record: Record) -> int:
+    if record.index:
+        return record.index[0]
+    number = re.search(r"(?:^|\.)(\d+)(?=\.|$)", record.layer)
+    return int(number[1]) if number else 0
+
+
+def _write_cells(axis: Any, grid: np.ndarray, low: float, high: float, *, dark_is_high: bool, numbers: bool) -> None:
+    for (row, column), value in np.ndenumerate(grid):
+        if np.isposinf(value):
+            axis.text(column, row, "exact" if numbers else "", ha="center", va="center", fontsize=8, color="black")
+        elif np.isfinite(value) and numbers:
+            share = (value - low) / (high - low) if high > low else 1.0
+            bright = share > 0.6 if not dark_is_high else share < 0.4
+            text = f"{value:.1f}" if abs(value) >= 1 else f"{value:.3f}"
+            axis.text(column, row, text, ha="center", va="center", fontsize=8, color="black" if bright else "white")
