@@ -119,20 +119,23 @@ def _agreed(
     for path, other in zip(found.paths, several, strict=True):
         if other != recipes:
             raise ValueError(
-                f"{shown} and layer {path!r} are one shared module, and the rules give it {_names(recipes)} and "
-                f"{_names(other)}; give both paths the same"
+                f"{shown} and layer {path!r} are one shared module, and the rules give it {recipe_names(recipes)} and "
+                f"{recipe_names(other)}; give both paths the same"
             )
     mixed = len(set(recipes)) > 1
     if mixed and not any(f"{found.path}.".startswith(f"{stack}.") for stack in stacks):
         raise ValueError(
-            f"{shown} is a stack of {len(recipes)} blocks (kernel {found.kernel.shape}) that run as one, so they share "
-            f"a recipe, but the rules give them {_names(recipes)}. Give all blocks the same, or build them one by one, "
-            "in an nnx.List; a model of your own can run its stack by fp4jax.nn.split_runs and say so in splits_runs"
+            f"{shown} is a stack of {len(recipes)} blocks (kernel {found.kernel.shape}) that run as one, so they "
+            f"share a recipe, but the rules give them {recipe_names(recipes)}. Give all blocks the same, or build them "
+            "one by one, in an nnx.List; a model of your own can run its stack by fp4jax.nn.split_runs and say so in "
+            "splits_runs"
         )
     if any(recipe is not None for recipe in recipes):
         reason = refusal(found)
         if reason is not None:
-            raise ValueError(f"{shown} cannot follow recipe {_names(recipes)}: {reason}. Give it None in the rules")
+            raise ValueError(
+                f"{shown} cannot follow recipe {recipe_names(recipes)}: {reason}. Give it None in the rules"
+            )
     return recipes
 
 
@@ -169,6 +172,7 @@ def _stream(found: Found, recipe: Recipe, rngs: nnx.Rngs | None, before: NoiseSt
     return NoiseStream(noise_key(rngs, found.path, found.stack))
 
 
-def _names(recipes: Sequence[Recipe | None]) -> str:
+def recipe_names(recipes: Sequence[Recipe | None]) -> str:
+    """The different recipes among these, in words."""
     names = ["None" if recipe is None else recipe.name for recipe in dict.fromkeys(recipes)]
     return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)

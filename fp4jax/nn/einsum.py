@@ -144,7 +144,7 @@ class Einsum(nnx.Einsum):
 
 def _lower(equation: str, lhs_shape: tuple[int, ...], rhs_shape: tuple[int, ...]) -> _Lowering:
     """Classify every index as batch, contracted, or free, and find the transpose that restores the asked order."""
-    lhs, rhs, out = _parse(equation, len(lhs_shape), len(rhs_shape))
+    lhs, rhs, out = parse_equation(equation, len(lhs_shape), len(rhs_shape))
     for name, indices in (("the first operand", lhs), ("the second operand", rhs), ("the result", out)):
         repeated = [index for index, count in Counter(indices).items() if count > 1]
         if repeated:
@@ -179,7 +179,7 @@ def _lower(equation: str, lhs_shape: tuple[int, ...], rhs_shape: tuple[int, ...]
     return _Lowering(numbers, tuple(map(result.index, out)))
 
 
-def _parse(equation: str, lhs_ndim: int, rhs_ndim: int) -> tuple[str, str, str]:
+def parse_equation(equation: str, lhs_ndim: int, rhs_ndim: int) -> tuple[str, str, str]:
     """Split "a,b->c" into its three index strings, with "..." written out in letters the equation does not use."""
     operands, arrow, out = equation.replace(" ", "").partition("->")
     if not arrow or operands.count(",") != 1:

@@ -5,7 +5,6 @@ import difflib
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import NoReturn
 
 from fp4jax.recipe import Recipe
 
@@ -131,15 +130,12 @@ def resolve_blocks(
     """
     stacks = tuple(stacks)
     names = {
-        (path, i): _names(path, i, stacks) for path, n in layers.items() for i in ([None] if n is None else range(n))
+        (path, i): layer_names(path, i, stacks)
+        for path, n in layers.items()
+        for i in ([None] if n is None else range(n))
     }
-    everything = [*(name for several in names.values() for name in several), *others]
-    matchers = [_matcher(i, rule, everything) for i, rule in enumerate(_checked(rules))]
-
-    decided = {
-        key: next((i for i, m in enumerate(matchers) if any(map(m.search, several))), None)
-        for key, several in names.items()
-    }
+    matchers = compile_rules(rules, [*(name for several in names.values() for name in several), *others])
+    decided = {key: first_match(matchers, several) for key, several in names.items()}
     for (path, _), rule in decided.items():
         if rule is None:
             raise ValueError(
@@ -156,6 +152,28 @@ def resolve_blocks(
     return {path: tuple(recipes) for path, recipes in found.items()}
 
 
+def compile_rules(rules: Rules, names: Sequence[str]) -> list[re.Pattern[str]]:
+    """Each rule's pattern as a regular expression; `names` are all there are, to count blocks from the end."""
+    return [_matcher(i, rule, names) for i, rule in enumerate(_checked(rules))]
+
+
+def first_match(matchers: Sequence[re.Pattern[str]], names: Sequence[str]) -> int | None:
+    """Number of the first rule that finds one of the names of a layer."""
+    return next((i for i, matcher in enumerate(matchers) if any(map(matcher.search, names))), None)
+
+
+def layer_names(path: str, block: int | None, stacks: Sequence[str] = ()) -> tuple[str, ...]:
+    """What a layer answers to: its path and, as one block of a stack, the paths it would have in a list of blocks."""
+    if block is None:
+        return (path,)
+    parts = path.split(".")
+    if stacks:
+        cuts = [stack.count(".") + 1 for stack in stacks if f"{path}.".startswith(f"{stack}.")]
+    else:  # Beside a number would be a list of stacks, whose numbers are not those of blocks.
+        cuts = [c for c in range(1, len(parts)) if not any(part.isdigit() for part in parts[c - 1 : c + 1])]
+    return path, *(".".join([*parts[:c], str(block), *parts[c:]]) for c in cuts)
+
+
 def _checked(rules: Rules) -> Rules:
     if isinstance(rules, Recipe) or not isinstance(rules, Sequence) or isinstance(rules, str):
         raise TypeError(
@@ -168,18 +186,6 @@ def _checked(rules: Rules) -> Rules:
             case _:
                 raise TypeError(f"rules[{index}] must be a pair (pattern, Recipe or None), got {rule!r}")
     return rules
-
-
-def _names(path: str, block: int | None, stacks: Sequence[str]) -> tuple[str, ...]:
-    """What a layer answers to: its path and, as one block of a stack, the paths it would have in a list of blocks."""
-    if block is None:
-        return (path,)
-    parts = path.split(".")
-    if stacks:
-        cuts = [stack.count(".") + 1 for stack in stacks if f"{path}.".startswith(f"{stack}.")]
-    else:  # Beside a number would be a list of stacks, whose numbers are not those of blocks.
-        cuts = [c for c in range(1, len(parts)) if not any(part.isdigit() for part in parts[c - 1 : c + 1])]
-    return path, *(".".join([*parts[:c], str(block), *parts[c:]]) for c in cuts)
 
 
 def _matcher(index: int, rule: Rule, names: Sequence[str]) -> re.Pattern[str]:
@@ -238,15 +244,14 @@ def _check_idle(
         )
     if not layers and not others:
         raise ValueError(f"{shown} matches no layer: the model has none that can follow a recipe")
-    _raise_no_match(shown, pattern, [*layers, *others], layers)
+    raise no_match(index, pattern, [*layers, *others], _listing(layers))
 
 
-def _raise_no_match(
-    shown: str, pattern: str | Blocks, paths: Sequence[str], layers: Mapping[str, int | None]
-) -> NoReturn:
+def no_match(index: int, pattern: str | Blocks, paths: Sequence[str], listing: str) -> ValueError:
+    """The error of a rule that finds nothing, with what it may have meant."""
     near = _near_misses(pattern if isinstance(pattern, str) else pattern.name, paths)
     hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else "."
-    raise ValueError(f"{shown} matches no layer{hint} {_listing(layers)}")
+    return ValueError(f"rules[{index}]: {pattern!r} matches no layer{hint} {listing}")
 
 
 def _near_misses(pattern: str, paths: Sequence[str]) -> list[str]:
