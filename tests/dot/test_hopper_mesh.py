@@ -1,0 +1,158 @@
+"""The "hopper" backend on Explicit meshes: the numbers of one device, and no operand gathered but a weight's bytes.
+
+Quantizers run interpreted. Pallas interprets Mosaic GPU kernels on one device only, so the product itself is XLA's;
+``tests/kernels`` compares the kernel with it.
+"""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import fp4jax
+from fp4jax import kernels
+from fp4jax.dot import hopper
+
+MATMUL = (((1,), (0,)), ((), ()))
+TOKENS = (((2,), (0,)), ((), ()))
+RNG = np.random.default_rng(0)
+X = RNG.standard_t(3, (16, 32)).astype(jnp.bfloat16)
+W = (0.1 * RNG.normal(size=(32, 24))).astype(np.float32)
+G = RNG.normal(size=(16, 24)).astype(jnp.bfloat16)
+
+
+def scaled(lhs, rhs, lhs_scale, rhs_scale, *, out_dtype):
+    lhs, rhs = lhs.astype(jnp.float32), rhs.astype(jnp.float32)
+    out = jax.lax.dot_general(lhs, rhs, (((1,), (1,)), ((), ())), precision="highest")
+    return (out * (lhs_scale[:, None] if lhs_scale.ndim else lhs_scale) * rhs_scale).astype(out_dtype)
+
+
+@pytest.fixture(autouse=True)
+def _products_by_xla(monkeypatch):
+    hopper._marked.cache_clear()
+    monkeypatch.setattr(kernels, "scaled_matmul", scaled)
+    yield
+    hopper._marked.cache_clear()
+
+
+# layout: lhs, rhs and y on a mesh of data × tensor; and what may be gathered
+LAYOUTS = {
+    "data": (P("data", None), P(None, None), P("data", None)),
+    "column-parallel": (P("data", None), P(None, "tensor"), P("data", "tensor")),
+    "row-parallel": (P("data", "tensor"), P("tensor", None), P("data", None)),
+    "fully sharded": (P("data", None), P("data", "tensor"), P("data", "tensor")),
+}
+
+
+def value_and_gradients(x, w, g, backend, recipe, dims=MATMUL, out_sharding=None):
+    product = functools.partial(
+        fp4jax.dot_general, dimension_numbers=dims, recipe=recipe, backend=backend, out_sharding=out_sharding
+    )
+    y, vjp = jax.vjp(product, x, w)
+    return y, *vjp(g)
+
+
+@functools.cache
+def one_device(recipe):
+    return jax.jit(value_and_gradients, static_argnums=(3, 4))(X, W, G, "xla", recipe)
+
+
+def on_mesh(recipe, layout, arrays=(X, W, G), dims=MATMUL):
+    """Results, and the compiled text."""
+    mesh = jax.make_mesh((2, 2), ("data", "tensor"))
+    with jax.set_mesh(mesh), kernels.interpret():
+        operands = [jax.device_put(a, NamedSharding(mesh, s)) for a, s in zip(arrays, layout, strict=True)]
+        f = jax.jit(value_and_gradients, static_argnums=(3, 4, 5, 6))
+        compiled = f.lower(*operands, "hopper", recipe, dims, layout[2]).compile()
+        return compiled(*operands), compiled.as_text()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_codes_and_sums_are_those_of_one_device(layout):
+    recipe = fp4jax.recipes.fp4(alpha=0.9)
+    results, text = on_mesh(recipe, LAYOUTS[layout])
+    for got, want, spec in zip(results, one_device(recipe), (LAYOUTS[layout][2], *LAYOUTS[layout][:2]), strict=True):
+        assert got.sharding.is_equivalent_to(NamedSharding(got.sharding.mesh, spec), 2)
+        np.testing.assert_array_equal(np.asarray(got), np.asarray(want))
+    gathered = re.findall(r"= (\w+)\[[\d,]*\]\S* (?:all-gather|all-to-all|collective-permute)\(", text)
+    assert gathered == (["u8", "u8"] if layout == "fully sharded" else [])  # the weight, forward and backward
+
+
+def test_one_scale_a_tensor_is_shared_by_all_devices():
+    recipe = fp4jax.recipes.fp4_direct()
+    results, text = on_mesh(recipe, LAYOUTS["row-parallel"])
+    for got, want in zip(results, one_device(recipe), strict=True):
+        np.testing.assert_array_equal(np.asarray(got), np.asarray(want))
+    assert "all-gather" not in text
+
+
+def test_several_axes_of_tokens_may_be_split():
+    x, g = X.reshape(4, 4, 32), G.reshape(4, 4, 24)
+    recipe = fp4jax.recipes.fp4_vector()
+    results, text = on_mesh(recipe, (P("data", "tensor"), P(), P("data", "tensor")), (x, W, g), TOKENS)
+    for got, want in zip(results, one_device(recipe), strict=True):
+        np.testing.assert_array_equal(np.asarray(got).reshape(want.shape), np.asarray(want))
+    assert "all-gather" not in text
+
+
+def test_prepared_operands_keep_their_sharding():
+    recipe, mesh = fp4jax.recipes.fp4_vector(), jax.make_mesh((2, 2), ("data", "tensor"))
+    dot = fp4jax.DotGeneral(recipe, backend="hopper")
+    with jax.set_mesh(mesh), kernels.interpret():
+        x, w = (jax.device_put(a, NamedSharding(mesh, s)) for a, s in zip((X, W), LAYOUTS["row-parallel"][:2]))
+        y = jax.jit(lambda x, w: dot(dot.prepare_lhs(x), dot.prepare_rhs(w), MATMUL))(x, w)
+    np.testing.assert_array_equal(np.asarray(y), np.asarray(one_device(recipe)[0]))
+
+
+def test_sizes_and_backend_are_listed():
+    mesh = jax.make_mesh((2, 2), ("data", "tensor"))
+    recipe, (x_spec, w_spec, out) = fp4jax.recipes.fp4_vector(), LAYOUTS["row-parallel"]
+    with jax.set_mesh(mesh), kernels.interpret():
+        x, w, g = (jax.device_put(a, NamedSharding(mesh, s)) for a, s in zip((X, W, G), (x_spec, w_spec, out)))
+        found = fp4jax.explain(
+            lambda x, w, g: value_and_gradients(x, w, g, "hopper", recipe, out_sharding=out), x, w, g
+        )
+    assert [(p.kind, p.m, p.n, p.k, p.lhs, p.rhs) for p in found.check(backend="hopper").products] == [
+        ("fprop", 16, 24, 32, "E2M1", "E2M1"),
+        ("dgrad", 16, 32, 24, "E5M2", "E2M1"),
+        ("wgrad", 32, 24, 16, "E2M1", "E5M2"),
+    ]
+
+
+# reason: shardings of lhs and rhs, and the mesh's kind
+REFUSED = {
+    r"the contraction is split over \('tensor',\) in lhs and \(\) in rhs": (P("data", "tensor"), P()),
+    r"rhs is split along the contraction over \('tensor',\), which do not split": (P("data", None), P("tensor", None)),
+    r"\['data'\] split both the rows of lhs and the columns of rhs": (P("data", None), P(None, "data")),
+}
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+def test_layouts_that_it_does_not_run_are_refused(reason):
+    mesh = jax.make_mesh((2, 2), ("data", "tensor"))
+    shapes = [
+        jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=NamedSharding(mesh, s)) for a, s in zip((X, W), REFUSED[reason])
+    ]
+    dot = fp4jax.DotGeneral(fp4jax.recipes.fp4_vector(), backend="hopper")
+    with jax.set_mesh(mesh), kernels.interpret(), pytest.raises(ValueError, match=reason):
+        jax.eval_shape(lambda x, w: dot(x, w, MATMUL), *shapes)
+
+
+def test_inside_shard_map_it_is_refused():
+    mesh = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    dot = fp4jax.DotGeneral(fp4jax.recipes.fp4_vector(), backend="hopper")
+    inside = jax.shard_map(lambda x, w: dot(x, w, MATMUL), mesh=mesh, in_specs=(P("data"), P()), out_specs=P("data"))
+    with kernels.interpret(), pytest.raises(ValueError, match="inside a shard_map"):
+        jax.eval_shape(inside, X, W)
+
+
+def test_several_devices_without_an_explicit_mesh_are_refused(monkeypatch):
+    monkeypatch.setattr(kernels, "is_hopper", lambda: True)
+    dot = fp4jax.DotGeneral(fp4jax.recipes.fp4_vector(), backend="hopper")
+    with pytest.raises(ValueError, match="there are several devices and no Explicit mesh"):
+        jax.eval_shape(lambda x, w: dot(x, w, MATMUL), X, W)
