@@ -11,7 +11,7 @@ from flax import nnx
 
 from fp4jax.blocks import explicit_sharding
 from fp4jax.models.configs import LlamaConfig
-from fp4jax.models.sharding import gathered, product_sharding, split_axes
+from fp4jax.models.sharding import gathered, merge_rows, product_sharding, split_axes
 from fp4jax.nn import Linear
 from fp4jax.recipe import Recipe
 
@@ -34,9 +34,7 @@ class MeshLinear(Linear):
         # In the dtype of the product, before it is gathered: without a recipe that is half the bytes.
         inputs, kernel = self.promote_dtype((inputs, self.kernel[...]), dtype=self.dtype)
         kernel = gathered(kernel, inputs)
-        return self.dot_general(
-            inputs, kernel, (((1,), (0,)), ((), ())), out_sharding=product_sharding(inputs, kernel)
-        )
+        return self.dot_general(inputs, kernel, (((1,), (0,)), ((), ())), out_sharding=product_sharding(inputs, kernel))
 
 
 def linear(
@@ -82,7 +80,7 @@ def rows(x: jax.Array) -> jax.Array:
 
     The gradient of a kernel then sums over one axis. Over two, XLA's CPU code takes a naive loop, fifty times slower.
     """
-    return x.reshape(-1, x.shape[-1])
+    return merge_rows(x)
 
 
 class RMSNorm(nnx.Module):

@@ -38,6 +38,15 @@ def product_sharding(x: jax.Array, kernel: jax.Array, kernel_axis: int = -1) -> 
     return _on_mesh_of(x, [*entries(x)[:-1], entries(kernel)[kernel_axis]])
 
 
+def merge_rows(x: jax.Array) -> jax.Array:
+    """[b, ..., d] -> [rows, d], rows split as b is."""
+    shape = (math.prod(x.shape[:-1]), x.shape[-1])
+    if explicit_sharding(x) is None:
+        return x.reshape(shape)
+    first, *_, last = entries(x)
+    return lax.reshape(x, shape, out_sharding=_on_mesh_of(x, [first, last]))
+
+
 def split_axes(x: jax.Array, lead: tuple[int, ...], last: tuple[int, ...]) -> jax.Array:
     """[rows, d] -> [*lead, *last]: what splits rows and d now splits the first axis of lead and of last."""
     # lax.reshape takes no -1.

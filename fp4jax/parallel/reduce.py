@@ -49,6 +49,7 @@ def fp8_mean(
     tree: object,
     axis_name: AxisName,
     *,
+    scale_axes: AxisName = (),
     format: FloatFormat = E4M3,
     rounding: Rounding = NEAREST_EVEN,
     key: Key | None = None,
@@ -61,6 +62,8 @@ def fp8_mean(
     Args:
         tree: local gradients: float32, bfloat16 or float16 arrays that vary over ``axis_name``, of any shapes.
         axis_name: mesh axis, or a tuple of them.
+        scale_axes: further mesh axes, over which the leaves are split: each leaf still has one scale. In a ``shard_map``
+            with ``check_vma=False`` only, where a leaf may as well be the same on all of them.
         format: ``E4M3`` or ``E5M2``.
         rounding: how to round; ``STOCHASTIC`` draws other noise on each device.
         key: key of the noise, the same on all devices.
@@ -86,10 +89,11 @@ def fp8_mean(
     References:
         Peng et al., *FP8-LM*, arXiv:2310.18313, §2.1; Wang et al., arXiv:2501.17116, §4.1.
     """
-    shards = fp8_mean_scatter(tree, axis_name, format=format, rounding=rounding, key=key)
+    options = {"scale_axes": scale_axes, "format": format, "rounding": rounding}
+    shards = fp8_mean_scatter(tree, axis_name, key=key, **options)
     if key is not None:
         key = jax.random.fold_in(key, 1)
-    return gather_shards(shards, axis_name, like=tree, format=format, rounding=rounding, key=key)
+    return gather_shards(shards, axis_name, like=tree, key=key, **options)
 
 
 def fp8_mean_scatter(
@@ -97,6 +101,7 @@ def fp8_mean_scatter(
     axis_name: AxisName,
     *,
     dimension: int | None = None,
+    scale_axes: AxisName = (),
     format: FloatFormat = E4M3,
     rounding: Rounding = NEAREST_EVEN,
     key: Key | None = None,
@@ -110,6 +115,7 @@ def fp8_mean_scatter(
         axis_name: mesh axis, or a tuple of them.
         dimension: the dimension of every leaf to split, which N must divide: the one that the parameters are sharded
             along. None flattens each leaf and pads it with zeros to N equal parts, see ``local_shards``.
+        scale_axes: see ``fp8_mean``.
         format: ``E4M3`` or ``E5M2``.
         rounding: how to round.
         key: key of the noise, the same on all devices.
@@ -131,7 +137,7 @@ def fp8_mean_scatter(
     if key is not None:
         key = jax.random.fold_in(key, lax.axis_index(axis_name))
 
-    scales = _agree(parts, axis_name, format)
+    scales = _agree(parts, _together(axis_name, scale_axes), format)
     codes = _quantize(parts, scales, format, rounding, key)
     share = jnp.where(scales.unit == 1, jnp.float32(1 / devices), jnp.float32(1 / (format.max * devices)))
     means = []
@@ -162,6 +168,7 @@ def gather_shards(
     axis_name: AxisName,
     *,
     like: object,
+    scale_axes: AxisName = (),
     format: FloatFormat | None = None,
     rounding: Rounding = NEAREST_EVEN,
     key: Key | None = None,
@@ -172,6 +179,7 @@ def gather_shards(
         shards: tree of arrays [ceil(size / N)].
         axis_name: mesh axis, or a tuple of them.
         like: tree of arrays with the shapes to restore.
+        scale_axes: see ``fp8_mean``.
         format: ``E4M3`` or ``E5M2``: quantize for the way, one scale a leaf. None sends the parts as they are.
         rounding: how to round.
         key: key of the noise, the same on all devices.
@@ -200,7 +208,7 @@ def gather_shards(
     if key is not None:
         key = jax.random.fold_in(key, lax.axis_index(axis_name))
     rows = [as_float32(p)[None] for p in parts]
-    scales = _agree(rows, axis_name, format)
+    scales = _agree(rows, _together(axis_name, scale_axes), format)
     codes = _quantize(rows, scales, format, rounding, key)
     devices = lax.axis_size(axis_name)
     results = []
@@ -212,6 +220,10 @@ def gather_shards(
 
 
 # --- steps -------------------------------------------------------------------------------------------------------
+
+
+def _together(*axes: AxisName) -> AxisName:
+    return tuple(name for axis in axes for name in (axis if isinstance(axis, tuple) else (axis,)))
 
 
 def _agree(leaves: Sequence[Array], axis_name: AxisName, format: FloatFormat) -> _Scales:

@@ -7,7 +7,6 @@ from collections.abc import Generator, Mapping
 from typing import Any, Self
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from fp4jax.models import Llama, LlamaConfig, count_parameters
@@ -15,8 +14,10 @@ from fp4jax.recipe import Recipe
 from fp4jax.train.config import DataOptions, Settings
 from fp4jax.train.data import Batches, ByteTokenizer, Split, load, validation_batches
 from fp4jax.train.errors import ConfigError
+from fp4jax.train.gradient import across_data
 from fp4jax.train.naming import parse_recipe
 from fp4jax.train.optimizer import make_optimizer, make_schedule
+from fp4jax.train.placement import Placement, SingleDevice
 from fp4jax.train.step import Architecture, Metrics, TrainState, make_init, make_train_step, make_validation_step
 
 DETERMINISTIC = {"xla_allow_excess_precision": False, "xla_gpu_deterministic_ops": True}
@@ -60,23 +61,6 @@ class Text:
         return tuple(self.split.validation.source_names)
 
 
-class SingleDevice:
-    """Where arrays live: all on one device. A mesh of several takes its place, with the same members."""
-
-    process_index, process_count = 0, 1
-
-    def __init__(self) -> None:
-        self.sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-
-    def state(self, abstract: TrainState) -> Any:
-        """The shardings of a state of these shapes."""
-        return jax.tree.map(lambda _: self.sharding, abstract)
-
-    def batch(self, host: Any) -> Any:
-        """The rows of a batch that this process has read, on the device."""
-        return jax.device_put(host, self.sharding)
-
-
 @dataclasses.dataclass(frozen=True)
 class Validation:
     """Losses over the validation split, for each of S seeds.
@@ -100,7 +84,8 @@ class Arm:
         recipe: what `--recipe` takes; also the arm's label.
         seeds: one trains alone. Several train side by side: every array has a leading axis [S].
         text: from `Text.load`.
-        placement: where arrays live; by default the first device.
+        placement: where arrays live; by default the first device. Create and use the arm inside its `active()`.
+        reduction: see `fp4jax.train.gradient`.
 
     Raises:
         ConfigError: settings that do not fit together.
@@ -113,28 +98,37 @@ class Arm:
         recipe: str,
         seeds: tuple[int, ...],
         text: Text,
-        placement: SingleDevice | None = None,
+        placement: Placement | None = None,
+        reduction: str = "float32",
     ):
         self.label, self.seeds, self.text = recipe, seeds, text
         self.recipe = parse_recipe(recipe)
         self.plan = plan = settings.plan
         self.placement = placement or SingleDevice()
         self.model = settings.model.build(text.vocab_size, plan.seq_len)
-        self.architecture = _architecture(self.model, self.recipe, settings)
+        self.architecture = architecture = _architecture(self.model, self.recipe, settings)
+        if reduction != "float32":
+            if self.recipe.needs_key:
+                raise ConfigError(
+                    f"reduction={reduction!r} cannot train {recipe!r}, whose noise would depend on the number of devices: "
+                    "take --reduction float32"
+                )
+            architecture = _architecture(self.model, across_data(self.recipe), settings)
         optimizer = make_optimizer(settings.optimizer, plan.steps)
         step = make_train_step(
-            self.architecture,
+            architecture,
             optimizer,
             make_schedule(settings.optimizer, plan.steps),
             accumulate=plan.accumulate,
             clip_norm=settings.optimizer.clip_norm or None,
+            reduction=reduction,
         )
-        init = make_init(self.architecture, optimizer)
+        init = make_init(self.architecture, optimizer, self.placement.parameters)
         validate = make_validation_step(self.architecture, len(text.sources))
         if len(seeds) > 1:
             init, step, validate = jax.vmap(init), jax.vmap(step), jax.vmap(validate, in_axes=(0, 0, None))
         compile_ = functools.partial(jax.jit, compiler_options=dict(DETERMINISTIC) if plan.deterministic else None)
-        self.abstract_state = self._placed(jax.eval_shape(init, self._seeds()))
+        self.abstract_state: TrainState = self.placement.state(jax.eval_shape(init, self._seeds()))
         self._init = compile_(init, out_shardings=jax.tree.map(lambda x: x.sharding, self.abstract_state))
         # jax_debug_nans runs a step again, one operation at a time, and needs its arguments for it.
         self.train_step = compile_(step, donate_argnums=() if jax.config.jax_debug_nans else 0)
@@ -184,7 +178,7 @@ class Arm:
         try:
             while True:
                 rows = [next(reader)["tokens"] for reader in readers]
-                yield self.placement.batch(rows[0] if len(rows) == 1 else np.stack(rows))
+                yield self.placement.batch(rows[0] if len(rows) == 1 else np.stack(rows), seeds=len(rows))
         finally:
             for reader in readers:
                 reader.close()  # pyright: ignore[reportAttributeAccessIssue]  (promised by prefetch's docstring)
@@ -209,16 +203,10 @@ class Arm:
         plan, train = self.plan, self.text.split.train
         return [Batches(train, plan.seq_len, plan.batch_size, seed, **self._processes) for seed in seeds]
 
-    def _seeds(self) -> jax.Array:
-        seeds = jnp.asarray(self.seeds, jnp.uint32)
+    def _seeds(self) -> np.ndarray:
+        # NumPy's, which every process of a run may pass to a program of them all.
+        seeds = np.asarray(self.seeds, np.uint32)
         return seeds if len(self.seeds) > 1 else seeds[0]
-
-    def _placed(self, abstract: TrainState) -> TrainState:
-        return jax.tree.map(
-            lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
-            abstract,
-            self.placement.state(abstract),
-        )
 
 
 def _architecture(model: LlamaConfig, recipe: Recipe, settings: Settings) -> Architecture:

@@ -10,6 +10,7 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
+from fp4jax.parallel.mesh import parse_mesh
 from fp4jax.train.data.load import DataOptions
 from fp4jax.train.errors import ConfigError
 from fp4jax.train.naming import check_choice, parse_recipe
@@ -90,7 +91,7 @@ class OptimizerOptions:
     """Optimizer and learning rate. The defaults are the paper's (arXiv:2501.17116, §4.1)."""
 
     optimizer: str = "adamw"
-    """adamw: Optax's, in float32 throughout."""
+    """adamw: Optax's, in float32 throughout. fp8_adamw: the paper's, gradients and m in FP8, v in FP16."""
     learning_rate: float | None = None
     """Peak learning rate. By default the model's preset."""
     warmup: float = 0.05
@@ -129,6 +130,24 @@ class LoopOptions:
     """Compile with XLA's flags for bit-equal repetition: no excess precision, atomics or autotuning. Slower on GPUs."""
     tensorboard: bool = True
     """Also write TensorBoard event files."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DistributedOptions:
+    """Several devices, and several processes."""
+
+    mesh: str | None = None
+    """How to use all devices: data=2,fsdp=2,tensor=2, or some of these (docs/distributed.md). By default the first."""
+    reduction: Literal["float32", "bfloat16", "fp8"] = "float32"
+    """What gradients are sent in when they are averaged over the mesh axis data."""
+    distributed: bool = False
+    """One of several processes, started by SLURM, Open MPI or Kubernetes, which JAX asks for addresses and ranks."""
+    coordinator: str | None = None
+    """The same where none of them started it: host:port of process 0, with the next two."""
+    num_processes: int | None = None
+    """How many processes."""
+    process_id: int | None = None
+    """Which of them this is, from 0."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -202,6 +221,7 @@ class TrainConfig(Settings):
 
     recipe: str = "fp4"
     """A recipe that `fp4jax recipes` lists, with knobs if need be: fp4, or fp4:alpha=0.999,k=3."""
+    devices: DistributedOptions = dataclasses.field(default_factory=DistributedOptions)
     seed: int = 0
     """Seed of initial weights, order of the data, and rounding noise."""
     out: Path | None = None
@@ -216,6 +236,7 @@ class TrainConfig(Settings):
         _positive("keep", config.checkpoint.keep)
         if config.checkpoint.save_every is not None:
             _positive("save_every", config.checkpoint.save_every)
+        _check_devices(config)
         step = config.checkpoint.resume_step
         if step is not None:
             _positive("resume_step", step)
@@ -293,6 +314,39 @@ def _check(settings: Settings) -> None:
         value = getattr(optimizer, name)
         if value is not None and not holds(value):
             raise ConfigError(f"{name}={value} must be {wanted}")
+
+
+def _check_devices(config: TrainConfig) -> None:
+    options = config.devices
+    given = [name for name in ("coordinator", "num_processes", "process_id") if getattr(options, name) is not None]
+    if given and len(given) < 3:
+        raise ConfigError(f"{given[0]} needs all of coordinator, num_processes and process_id")
+    if given and options.distributed:
+        raise ConfigError(f"distributed asks the launcher, and {given[0]} says it: give one of the two")
+    if (options.num_processes or 1) < 1 or not 0 <= (options.process_id or 0) < (options.num_processes or 1):
+        raise ConfigError(f"process_id={options.process_id} must be in [0, num_processes={options.num_processes})")
+    sizes = {"data": 1, "fsdp": 1, "tensor": 1}
+    if options.mesh is not None:
+        try:
+            sizes = parse_mesh(options.mesh)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+    shards = sizes["data"] * sizes["fsdp"]
+    rows = (config.loop.batch_size or 0) // config.loop.accumulate
+    if rows % shards:
+        raise ConfigError(
+            f"batch_size={config.loop.batch_size} / accumulate={config.loop.accumulate} must be a multiple of "
+            f"data · fsdp = {shards}, the devices that share a batch"
+        )
+    if options.reduction != "float32":
+        if sizes["data"] == 1:
+            raise ConfigError(f"reduction={options.reduction!r} needs several devices along data: --mesh data=2, say")
+        if sizes["fsdp"] > 1 and sizes["tensor"] > 1:
+            # XLA's partitioner aborts on the mixture of manual and automatic axes (jaxlib 0.11.2).
+            raise ConfigError(
+                f"reduction={options.reduction!r} goes with data and one of fsdp and tensor, not with "
+                f"mesh={options.mesh!r}: take --reduction float32"
+            )
 
 
 _POSITIVE = (lambda value: 0 < value < math.inf, "positive and finite")

@@ -1,17 +1,21 @@
 """`fp4jax train`: one recipe, any size, with checkpoints and bit-equal resume."""
 
+import contextlib
 import dataclasses
 from pathlib import Path
 
+import jax
 from rich.console import Console
 
+from fp4jax.train import distributed
 from fp4jax.train.arm import Arm, Text
-from fp4jax.train.checkpoint import Checkpointer
+from fp4jax.train.checkpoint import Checkpointer, CheckpointError
 from fp4jax.train.config import CheckpointOptions, Plan, TrainConfig, to_json
 from fp4jax.train.display import Display, number
 from fp4jax.train.errors import ConfigError
 from fp4jax.train.loop import Result, Saving, StopSignal, train_arm
 from fp4jax.train.metrics import MetricsLog, require_tensorboard
+from fp4jax.train.placement import Placement, make_placement
 from fp4jax.train.plots import Curves, draw_curves, require_matplotlib
 from fp4jax.train.rundir import circumstances, open_run, write_json
 from fp4jax.train.step import TrainState
@@ -37,6 +41,8 @@ def train(config: TrainConfig, console: Console) -> tuple[Path, Result]:
     Returns:
         The folder and the result.
 
+    With several processes (`config.devices`) each calls this. If one is lost the others say so and end at once.
+
     Raises:
         ConfigError, DataError: settings or text that cannot be used.
         MissingPackageError: an optional package is absent.
@@ -47,26 +53,54 @@ def train(config: TrainConfig, console: Console) -> tuple[Path, Result]:
         >>> folder, result = train(TrainConfig(recipe="fp4", seed=1), Console())  # doctest: +SKIP
     """
     config = config.resolved()
+    require_packages(config.plan)
+    distributed.start(config.devices)
+    placement = make_placement(config.devices)
+    with placement.active():
+        if jax.process_count() == 1:
+            return _train(config, placement, console)
+        try:
+            return _train(config, placement, console if distributed.is_main() else Console(quiet=True))
+        except (jax.errors.JaxRuntimeError, CheckpointError) as error:
+            # Whatever an orderly end waits for will not come.
+            distributed.leave(
+                f"process {jax.process_index()} cannot go on without the others, or failed: "
+                f"{' '.join(str(error).split())[:300]}; start all of them again with --resume to go on from the last "
+                "checkpoint"
+            )
+
+
+def _train(config: TrainConfig, placement: Placement, console: Console) -> tuple[Path, Result]:
+    """See `train`. Every process runs it; process 0 alone writes, and what it prints is seen."""
     plan, options = config.plan, config.checkpoint
-    require_packages(plan)
     if options.resume_step is not None and config.out and not (config.out / CHECKPOINTS).is_dir():
         raise ConfigError(f"resume_step={options.resume_step}: there is no checkpoint in {config.out / CHECKPOINTS}")
     text = Text.load(config.data)
-    arm = Arm(config, config.recipe, (config.seed,), text)
-    folder = open_run(config, "train", out=config.out, fingerprint=text.fingerprint, resume=options.resume)
+    arm = Arm(config, config.recipe, (config.seed,), text, placement, config.devices.reduction)
+
+    def folder_of_run() -> str:
+        return str(open_run(config, "train", out=config.out, fingerprint=text.fingerprint, resume=options.resume))
+
+    folder = Path(distributed.on_main(folder_of_run))
     console.print(describe(arm, folder), highlight=False, soft_wrap=True)
     with Checkpointer(folder / CHECKPOINTS, keep=options.keep) as checkpointer:
         state, start = _first_state(arm, checkpointer, options, console)
         metadata = {"settings": to_json(config), "corpus": text.fingerprint}
         saving = Saving(checkpointer, options.save_every or max(1, plan.steps // 10), metadata)
-        with (
-            MetricsLog(folder, tensorboard=plan.tensorboard, resume_at=start) as log,
-            Display(console, [config.recipe], plan.steps) as display,
-            StopSignal() as stop,
-        ):
-            (result,) = train_arm(
-                arm, state, [log], display.progress[config.recipe], stop, folder=folder, saving=saving
-            )
+        with contextlib.ExitStack() as stack:
+            logs = []
+            if distributed.is_main():
+                logs.append(stack.enter_context(MetricsLog(folder, tensorboard=plan.tensorboard, resume_at=start)))
+            display = stack.enter_context(Display(console, [config.recipe], plan.steps))
+            stop = stack.enter_context(StopSignal())
+            (result,) = train_arm(arm, state, logs, display.progress[config.recipe], stop, folder=folder, saving=saving)
+    if distributed.is_main():
+        _report(config, arm, folder, result, console)
+    return folder, result
+
+
+def _report(config: TrainConfig, arm: Arm, folder: Path, result: Result, console: Console) -> None:
+    """The result as a file, a figure and a table."""
     tokens_per_second = result.tokens_per_second if result.tokens_per_second > 0 else None
     values = dataclasses.asdict(result) | {"tokens_per_second": tokens_per_second}
     write_json(folder / "summary.json", {**circumstances(), "parameters": arm.num_parameters, **values})
@@ -76,15 +110,14 @@ def train(config: TrainConfig, console: Console) -> tuple[Path, Result]:
         baseline=config.recipe,
         tokens_per_step=arm.tokens_per_step,
         title=title(arm),
-        token=text.token,
+        token=arm.text.token,
     )
-    console.print(result_table(result, text.split.validation.bytes_per_token))
+    console.print(result_table(result, arm.text.split.validation.bytes_per_token))
     speed = (
         f"{number(result.tokens_per_second, ',.0f')} tokens/s, {result.skipped} steps skipped, "
         f"{result.clip_fraction:.0%} clipped"
     )
     console.print(f"{speed}; curves: {folder / 'curves.png'}", highlight=False, soft_wrap=True)
-    return folder, result
 
 
 def require_packages(plan: Plan) -> None:

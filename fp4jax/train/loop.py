@@ -16,11 +16,16 @@ import numpy as np
 from fp4jax.train.arm import Arm, Validation
 from fp4jax.train.checkpoint import Checkpointer
 from fp4jax.train.display import Progress
+from fp4jax.train.distributed import any_process
 from fp4jax.train.metrics import MetricsLog
 from fp4jax.train.step import METRICS, Metrics, TrainState
 
 LAG = 2
 """Steps between starting a step and reading its metrics, so that the device always has work queued."""
+
+
+AGREE_EVERY = 20
+"""Steps after which several processes ask each other whether one was told to stop."""
 
 
 class Interrupted(Exception):
@@ -186,7 +191,7 @@ class _Run:
                     self._drain()
                     self.watch.start()
                 self.progress.set("training", step)
-                stopping = stop.requested and step < steps  # asked once: a signal may come at any moment
+                stopping = step < steps and self._stopping(stop, step)  # asked once: a signal may come at any moment
                 if step % arm.plan.eval_every == 0 or step == steps:
                     self._validate(state, step)
                 if self.saving and (step % self.saving.every == 0 or step == steps or stopping):
@@ -204,6 +209,12 @@ class _Run:
             self.saving.checkpointer.wait()
         self.progress.set("done", steps)
         return self._results(state)
+
+    def _stopping(self, stop: StopSignal, step: int) -> bool:
+        """Whether to stop after this step. Processes must agree on it, which makes them wait for each other."""
+        if jax.process_count() > 1:
+            return step % AGREE_EVERY == 0 and any_process(stop.requested)
+        return stop.requested
 
     def _enqueue(self, step: int, metrics: Metrics) -> None:
         for value in metrics.values():

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import jax
 import optax
 
+from fp4jax import optim as low_precision
 from fp4jax.train.config import OptimizerOptions
 from fp4jax.train.errors import ConfigError
 from fp4jax.train.naming import check_choice
@@ -75,5 +76,25 @@ def _adamw(options: OptimizerOptions, schedule: optax.Schedule) -> optax.Gradien
     return optax.chain(clip, adamw)
 
 
-OPTIMIZERS: dict[str, Callable[[OptimizerOptions, optax.Schedule], optax.GradientTransformation]] = {"adamw": _adamw}
+def _fp8_adamw(options: OptimizerOptions, schedule: optax.Schedule) -> optax.GradientTransformation:
+    """The paper's scheme: gradients in E4M3, m in E4M3, v in FP16, each under a scale (see `fp4jax.optim.adamw`).
+
+    The master weights are the float32 parameters of the train state. Its loss scale stays 1: activations and
+    gradients are bfloat16 or scaled FP8, whose range needs none, and the train step skips what is not finite.
+    """
+    return low_precision.adamw(
+        schedule,
+        b1=options.b1,
+        b2=options.b2,
+        eps=options.eps,
+        weight_decay=options.weight_decay,
+        mask=decay_mask,
+        clip_norm=options.clip_norm or None,
+    )
+
+
+OPTIMIZERS: dict[str, Callable[[OptimizerOptions, optax.Schedule], optax.GradientTransformation]] = {
+    "adamw": _adamw,
+    "fp8_adamw": _fp8_adamw,
+}
 """What `--optimizer` can name. Anything that keeps float32 updates and a state of fixed dtypes fits in."""

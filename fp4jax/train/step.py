@@ -15,6 +15,7 @@ from flax import nnx
 
 from fp4jax.models import cross_entropy, token_nll
 from fp4jax.nn import set_noise_step
+from fp4jax.train.gradient import reduced_gradient
 
 METRICS = ("loss", "grad_norm", "clipped", "skipped", "learning_rate")
 """What a train step measures; see `make_train_step`."""
@@ -65,6 +66,12 @@ class Architecture:
         model = nnx.eval_shape(lambda: self.create(nnx.Rngs(params=0, noise=0)))
         return nnx.graphdef(model)
 
+    @functools.cached_property
+    def parameter_axes(self) -> Params:
+        """A tree like the parameters of tuples: the logical name of each axis (see `fp4jax.parallel.LOGICAL_AXES`)."""
+        params = nnx.state(nnx.eval_shape(lambda: self.create(nnx.Rngs(params=0, noise=0))), nnx.Param)
+        return nnx.to_pure_dict(jax.tree.map(_axis_names, params, is_leaf=lambda x: isinstance(x, nnx.Variable)))
+
     def init(self, seed: jax.Array | int) -> tuple[Params, Params]:
         """Parameters and noise keys of a seed (a scalar, which may be traced)."""
         key = jax.random.key(jnp.asarray(seed, jnp.uint32))
@@ -80,11 +87,29 @@ class Architecture:
         return model
 
 
-def make_init(architecture: Architecture, optimizer: optax.GradientTransformation) -> Callable[..., TrainState]:
-    """The function `seed -> TrainState` at step 0. A seed gives the same state alone and under vmap."""
+def _axis_names(variable: nnx.Variable) -> tuple[str | None, ...]:
+    names = tuple(variable.get_metadata().get("out_sharding") or ())
+    return (*names, *[None] * (variable.ndim - len(names)))
+
+
+def make_init(
+    architecture: Architecture,
+    optimizer: optax.GradientTransformation,
+    placed: Callable[..., Callable[..., tuple[Params, Params]]] | None = None,
+) -> Callable[..., TrainState]:
+    """The function `seed -> TrainState` at step 0. A seed gives the same state alone, under vmap, and on any mesh.
+
+    Args:
+        architecture: the model.
+        optimizer: from `make_optimizer`; its state follows the sharding of the parameters.
+        placed: `Placement.parameters`, if parameters belong anywhere in particular.
+    """
+    create = architecture.init
+    if placed is not None:
+        create = placed(create, architecture.parameter_axes, jax.eval_shape(create, 0))
 
     def init(seed: jax.Array | int) -> TrainState:
-        params, noise = architecture.init(seed)
+        params, noise = create(seed)
         zero = jnp.zeros((), jnp.int32)
         # A buffer for each counter: all of them are donated.
         return TrainState(zero, zero.copy(), zero.copy(), params, optimizer.init(params), noise)
@@ -99,6 +124,7 @@ def make_train_step(
     *,
     accumulate: int = 1,
     clip_norm: float | None = None,
+    reduction: str = "float32",
 ) -> Callable[[TrainState, jax.Array], tuple[TrainState, Metrics]]:
     """The function `(state, tokens [b, t + 1]) -> (state, metrics)`: one update of the master weights.
 
@@ -113,6 +139,7 @@ def make_train_step(
         schedule: its learning rate, for the metrics only.
         accumulate: A, a divisor of b. Microbatches run one after another in `lax.scan`.
         clip_norm: the norm at which the optimizer clips, for metrics and counter only.
+        reduction: what gradients are averaged in over the mesh axis "data": see `fp4jax.train.gradient`.
 
     Returns:
         The step. Its metrics are float32 scalars: `loss`, `grad_norm` before clipping, `clipped` and `skipped` (0 or
@@ -123,23 +150,10 @@ def make_train_step(
         logits = architecture.merge(params, noise, noise_step)(tokens[:, :-1])
         return cross_entropy(logits, tokens[:, 1:])
 
-    def mean_gradient(state: TrainState, tokens: jax.Array) -> tuple[jax.Array, Params]:
-        if accumulate == 1:
-            return jax.value_and_grad(loss_fn)(state.params, state.noise, tokens, state.step)
-        # Every accumulate-th row: a batch sharded over devices keeps all of them busy in each microbatch.
-        parts = tokens.reshape(-1, accumulate, tokens.shape[-1]).swapaxes(0, 1)
-
-        def add(total, part):
-            number, rows = part
-            one = jax.value_and_grad(loss_fn)(state.params, state.noise, rows, state.step * accumulate + number)
-            return jax.tree.map(lambda a, b: a + b.astype(jnp.float32), total, one), None
-
-        zeros = jnp.float32(0), jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), state.params)
-        total, _ = jax.lax.scan(add, zeros, (jnp.arange(accumulate), parts))
-        return jax.tree.map(lambda x: x / accumulate, total)
+    mean_gradient = reduced_gradient(loss_fn, accumulate, reduction)
 
     def step(state: TrainState, tokens: jax.Array) -> tuple[TrainState, Metrics]:
-        loss, gradient = mean_gradient(state, tokens)
+        loss, gradient = mean_gradient(state.params, state.noise, tokens, state.step)
         norm = optax.tree.norm(gradient)
         # One pass finds every NaN and infinity; a norm past float32 could not be clipped either.
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
@@ -179,7 +193,9 @@ def make_validation_step(architecture: Architecture, num_sources: int) -> Callab
         tokens, weights = batch["tokens"], batch["weights"]
         nll = token_nll(model(tokens[:, :-1]), tokens[:, 1:])
         row_loss = jnp.sum(jnp.where(weights == 0, 0.0, nll) * weights, axis=-1)
-        add = functools.partial(jax.ops.segment_sum, segment_ids=batch["source"], num_segments=num_sources)
+        # By comparison rather than by scatter, which stays local where rows are split over devices.
+        member = batch["source"][:, None] == jnp.arange(num_sources)
+        add = lambda rows: jnp.sum(jnp.where(member, rows[:, None], 0.0), axis=0)  # noqa: E731
         return {"loss": add(row_loss), "weight": add(jnp.sum(weights, axis=-1))}
 
     return validate
