@@ -2,6 +2,7 @@
 
 import contextlib
 import contextvars
+from collections.abc import Mapping
 
 import jax
 from jax.experimental import pallas as pl
@@ -62,13 +63,19 @@ def interpret(*, detect_races: bool = False):
         _interpreter.reset(token)
 
 
-def triton_call(kernel, outs, *operands, name: str, grid: tuple[int, ...] = (), warps: int = 4):
-    """Runs a kernel of Pallas on Triton; under ``interpret`` by Pallas's own interpreter."""
+def triton_call(
+    kernel, outs, *operands, name: str, grid: tuple[int, ...] = (), warps: int = 4, aliases: Mapping[int, int] | None = None
+):
+    """Runs a kernel of Pallas on Triton; under ``interpret`` by Pallas's own interpreter.
+
+    ``aliases`` maps operands to the outputs that take over their memory.
+    """
     return pl.pallas_call(
         kernel,
         out_shape=outs,
         grid=grid,
         compiler_params=triton.CompilerParams(num_warps=warps),
+        input_output_aliases=aliases or {},
         interpret=interpreting(),
         name=name,
     )(*operands)

@@ -1,8 +1,8 @@
 """Fused quantizers for GPUs: values in FP8, transposed values and scales, written in one pass; bit-equal to
 ``fp4jax.quantize``.
 
-The kernels are in ``quantizer_device``. They take matrices whose scales leave the product: one a row, one a column or
-one a tensor, stored by ``AbsMax``.
+The kernels are in ``quantizer_device`` and ``strips_device``. They take matrices whose scales leave the product: one a
+row, one a column or one a tensor, stored by ``AbsMax`` or ``PowerOfTwo``.
 """
 
 import dataclasses
@@ -15,10 +15,10 @@ import ml_dtypes
 import numpy as np
 
 from fp4jax.formats import E4M3, E5M2, FloatFormat
-from fp4jax.kernels.device import triton_call
+from fp4jax.kernels.device import core_count, interpreting, triton_call
 from fp4jax.kernels.quantizer_device import (
-    Carry,
     Rows,
+    Rule,
     Stream,
     Tiles,
     amax_kernel,
@@ -26,13 +26,16 @@ from fp4jax.kernels.quantizer_device import (
     rows_kernel,
     tiles_kernel,
 )  # fmt: skip
+from fp4jax.kernels.strips_device import Strips, strips_kernel
 from fp4jax.outliers import OCC
 from fp4jax.quantize import QuantSpec
-from fp4jax.rounding import NEAREST_EVEN, TIES_UP
-from fp4jax.scaling import AbsMax, Scales
-from fp4jax.typing import Array
+from fp4jax.rounding import NEAREST_EVEN, STOCHASTIC, TIES_UP
+from fp4jax.scaling import AbsMax, PowerOfTwo, Scales
+from fp4jax.typing import Array, Key
 
-_ROUNDINGS = {NEAREST_EVEN: "nearest_even", TIES_UP: "ties_up"}
+_ROUNDINGS = (NEAREST_EVEN, TIES_UP, STOCHASTIC)
+SCALE_ROWS, SCALE_COLS = 8, 512  # what a program that scales rows reads at a time
+IN_FLIGHT = 12 * 2**20  # bytes that are scaled ahead; an H200 has 60 MB of L2
 _DTYPES = (np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16))
 
 
@@ -85,12 +88,17 @@ def storage(format: FloatFormat) -> np.dtype:
     raise ValueError(f"format={format!r} fits neither E4M3 nor E5M2")
 
 
-def unsupported(spec: QuantSpec) -> list[str]:
-    """Why the kernels cannot quantize by ``spec``, a reason each; empty if they can."""
+def unsupported(spec: QuantSpec, *, keyed: bool = False) -> list[str]:
+    """Why the kernels cannot quantize by ``spec``, a reason each; empty if they can.
+
+    Args:
+        spec: what to quantize to.
+        keyed: whether a key is passed, which stochastic rounding needs.
+    """
     reasons = []
-    if spec.rounding not in _ROUNDINGS:
-        reasons.append(f"rounding {spec.rounding!r}")
-    if not isinstance(spec.scale, AbsMax):
+    if spec.rounding not in _ROUNDINGS or (spec.rounding.needs_key and not keyed):
+        reasons.append(f"rounding {spec.rounding!r}" + (" without a key" if spec.rounding.needs_key else ""))
+    if not isinstance(spec.scale, AbsMax | PowerOfTwo):
         reasons.append(f"scale rule {spec.scale!r}")
     if not spec.granularity.leaves_the_sum:
         reasons.append(f"granularity {spec.granularity!r}")
@@ -99,11 +107,43 @@ def unsupported(spec: QuantSpec) -> list[str]:
     return reasons
 
 
-def _check(x: Array, spec: QuantSpec) -> None:
+def _check(x: Array, spec: QuantSpec, keys: list[Key | None]) -> None:
     if x.ndim != 2 or x.dtype not in _DTYPES:
         raise TypeError(f"x is {x.dtype}{list(x.shape)}; the quantizers take float32, bfloat16 or float16 matrices")
-    if why := unsupported(spec):
+    if why := unsupported(spec, keyed=all(key is not None for key in keys)):
         raise ValueError(f"the kernels do not support {', '.join(why)}")
+
+
+def _rule(spec: QuantSpec, occ: OCC | None = None) -> Rule:
+    outliers = "none" if occ is None else _outliers(occ)
+    scale = spec.scale.mode if isinstance(spec.scale, PowerOfTwo) else "absmax"
+    held = np.dtype(spec.format.dtype or np.float32) == storage(spec.format)
+    cast = held and spec.rounding == NEAREST_EVEN and outliers != "carried"
+    return Rule(spec.format, spec.rounding.name, scale, outliers, cast)
+
+
+def _outliers(occ: OCC) -> str:
+    if occ.scope != "tensor" or occ.compensation == "sparse":
+        raise ValueError(f"the kernels take OCC of scope 'tensor' that is not 'sparse', got {occ}")
+    if occ.compensation == "none":
+        return "dropped"
+    if occ.residual_format != E4M3:
+        raise ValueError(f"the kernels carry residuals in E4M3, got residual_format={occ.residual_format}")
+    return "carried"
+
+
+def _key_data(key: Key | None, spec: QuantSpec) -> list[Array]:
+    """The two words of a Threefry key, or nothing where none is drawn."""
+    if not spec.rounding.needs_key or key is None:
+        return []
+    if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        key = jax.random.wrap_key_data(key)
+    if key.shape or str(jax.random.key_impl(key)) != "threefry2x32":
+        raise ValueError(
+            f"key has shape {key.shape} and implementation {jax.random.key_impl(key)}; the kernels draw from one key "
+            "of implementation threefry2x32"
+        )
+    return [jax.random.key_data(key)]
 
 
 def _up(size: int, multiple: int) -> int:
@@ -133,6 +173,7 @@ def quantize_rows(
     thresholds: tuple[Array, Array] | None = None,
     occ: OCC | None = None,
     transpose: bool = False,
+    key: Key | None = None,
     config: QuantizerConfig | None = None,
 ) -> Quantized:
     """Quantizes each row of ``x`` under a scale of its own, reading it from memory once.
@@ -144,6 +185,7 @@ def quantize_rows(
         thresholds: scalars lo and hi of ``occ``, float32, from ``fp4jax.outliers.thresholds``.
         occ: clamps at the thresholds; with "residual" compensation outlier entries carry ΔX, as the xla backend has it.
         transpose: also write the values transposed.
+        key: for stochastic rounding, of Threefry; elements draw what ``fp4jax.quantize`` draws for them.
         config: tile sizes.
 
     Returns:
@@ -151,54 +193,55 @@ def quantize_rows(
 
     Raises:
         TypeError: for another dtype or rank of ``x``.
-        ValueError: for a ``spec`` that the kernels do not support, or an ``occ`` they do not.
+        ValueError: for a ``spec`` that the kernels do not support, or an ``occ`` or ``key`` they do not.
     """
     x = jnp.asarray(x)
-    _check(x, spec)
+    _check(x, spec, [key])
     m, n = x.shape
-    carry = _carry(occ) if thresholds is not None and occ is not None else None
-    dtype = storage(spec.format)
+    clamps = thresholds is not None and occ is not None
+    rule, dtype = _rule(spec, occ if clamps else None), storage(spec.format)
     if m * n == 0:
         empty = jnp.zeros((m, n), dtype)
         return Quantized(empty, empty.T if transpose else None, jnp.ones((m,), jnp.float32))
     if config is None:
-        config = _rows_config(n, transpose)
+        config = QuantizerConfig(64, 128, 4) if transpose else QuantizerConfig(1, 4096, 2)
     rows, cols = _fit(m, config.rows), _fit(n, config.cols)
     padded = _padded(x, rows, cols)
     height, width = padded.shape
-    problem = Rows(
-        rows=rows, cols=cols, chunks=width // cols, format=spec.format, rounding=_ROUNDINGS[spec.rounding],
-        folded=fold is not None, carry=carry, transposed=transpose,
-    )  # fmt: skip
     operands = [padded]
     if fold is not None:
         operands.append(jnp.pad(fold, (0, height - m)))
-    if carry is not None and thresholds is not None:
+    if clamps:
         operands.append(jnp.stack([t.reshape(()) for t in thresholds]))
-    outs = [jax.ShapeDtypeStruct((height, width), dtype), jax.ShapeDtypeStruct((height,), jnp.float32)]
-    if transpose:
-        outs.append(jax.ShapeDtypeStruct((width, height), dtype))
-    values, scale, *rest = triton_call(
-        functools.partial(rows_kernel, problem=problem), outs, *operands,
-        name="fp4jax_quantize_rows", grid=(height // rows,), warps=config.warps,
+    operands += _key_data(key, spec)
+    values = jax.ShapeDtypeStruct((height, width), dtype)
+    vector = jax.ShapeDtypeStruct((height,), jnp.float32)
+    if not transpose:
+        problem = Rows(rows, cols, width // cols, n, rule, fold is not None)
+        values, scale = triton_call(
+            functools.partial(rows_kernel, problem=problem), [values, vector], *operands,
+            name="fp4jax_quantize_rows", grid=(height // rows,), warps=config.warps,
+        )  # fmt: skip
+        return Quantized(_cut(values, m, n), None, _cut(scale, m))
+    problem = _strips(height, width, rows, cols, n, rule, fold is not None, x.dtype.itemsize)
+    counters = jnp.zeros(1 + problem.strips, jnp.int32)
+    transposed = jax.ShapeDtypeStruct((width, height), dtype)
+    values, transposed, scale, *_ = triton_call(
+        functools.partial(strips_kernel, problem=problem),
+        [values, transposed, vector, vector, jax.ShapeDtypeStruct(counters.shape, jnp.int32)],
+        *operands, counters,
+        name="fp4jax_quantize_rows_and_transpose", grid=(problem.programs,), warps=config.warps,
+        aliases={len(operands): 4},
     )  # fmt: skip
-    return Quantized(_cut(values, m, n), _cut(rest[0], n, m) if rest else None, _cut(scale, m))
+    return Quantized(_cut(values, m, n), _cut(transposed, n, m), _cut(scale, m))
 
 
-def _carry(occ: OCC) -> Carry:
-    if occ.scope != "tensor" or occ.compensation == "sparse":
-        raise ValueError(f"the kernels take OCC of scope 'tensor' that is not 'sparse', got {occ}")
-    if occ.compensation == "none":
-        return Carry(None)
-    if occ.residual_format != E4M3:
-        raise ValueError(f"the kernels carry residuals in E4M3, got residual_format={occ.residual_format}")
-    return Carry(occ.residual_format)
-
-
-def _rows_config(n: int, transpose: bool) -> QuantizerConfig:
-    if transpose:
-        return QuantizerConfig(rows=32, cols=128, warps=4)
-    return QuantizerConfig(rows=1, cols=4096, warps=2)
+def _strips(m: int, n: int, rows: int, cols: int, width: int, rule: Rule, folded: bool, itemsize: int) -> Strips:
+    """Scaling runs about IN_FLIGHT bytes ahead, and no less than the programs that may run at a time."""
+    scale_rows, scale_cols = min(rows, SCALE_ROWS), _fit(n, SCALE_COLS)
+    programs = rows // scale_rows + n // cols
+    lag = max(IN_FLIGHT // (rows * n * itemsize), -(-8 * core_count() // programs), 1)
+    return Strips(m, n, rows, cols, scale_rows, scale_cols, min(lag, m // rows), width, rule, folded, interpreting())
 
 
 # --- scales known beforehand: columns, tensors, and gradients with a scale folded in -----------------------------
@@ -212,6 +255,7 @@ class Wanted(NamedTuple):
         fold: float32 vector that is multiplied in first, or None.
         fold_axis: the axis it lies along.
         plain, transposed: what to write.
+        key: for stochastic rounding.
     """
 
     axis: int | None
@@ -219,6 +263,7 @@ class Wanted(NamedTuple):
     fold_axis: int | None = None
     plain: bool = True
     transposed: bool = False
+    key: Key | None = None
 
 
 def quantize_tiles(
@@ -244,7 +289,7 @@ def quantize_tiles(
         ValueError: for a ``spec`` that the kernels do not support.
     """
     x = jnp.asarray(x)
-    _check(x, spec)
+    _check(x, spec, [w.key for w in wanted])
     m, n = x.shape
     dtype = storage(spec.format)
     if config is None:
@@ -254,7 +299,7 @@ def quantize_tiles(
     height, width = padded.shape
     grid = (height // rows, width // cols)
     streams = tuple(Stream(w.fold_axis, w.axis, w.plain, w.transposed) for w in wanted)
-    problem = Tiles(rows, cols, spec.format, _ROUNDINGS[spec.rounding], streams)
+    problem = Tiles(rows, cols, grid, n, _rule(spec), streams)
     sizes = {None: (), 0: (m,), 1: (n,)}
     if m * n == 0:
         empty = jnp.zeros((m, n), dtype)
@@ -268,7 +313,7 @@ def quantize_tiles(
     scales = _known_scales(padded, spec, problem, folds, grid, config)
     operands, outs = [padded], []
     for w, fold, found in zip(wanted, folds, scales, strict=True):
-        operands += [*fold, found.reciprocal.reshape(-1)]
+        operands += [*fold, found.reciprocal.reshape(-1), *_key_data(w.key, spec)]
         outs += [jax.ShapeDtypeStruct((height, width), dtype)] if w.plain else []
         outs += [jax.ShapeDtypeStruct((width, height), dtype)] if w.transposed else []
     kernel = functools.partial(tiles_kernel, problem=problem)
@@ -301,7 +346,8 @@ def _known_scales(
         [jax.ShapeDtypeStruct(partial[s.scale], jnp.int32) for s in problem.streams],
         x, *(f for fold in folds for f in fold), name="fp4jax_amax", grid=grid, warps=config.warps,
     )  # fmt: skip
-    return [
-        spec.scale(float_of(jnp.max(bits, axis=None if s.scale is None else 1 - s.scale)), spec.format)
-        for bits, s in zip(maxima, problem.streams, strict=True)
-    ]
+    found = []
+    for bits, s in zip(maxima, problem.streams, strict=True):
+        scales = spec.scale(float_of(jnp.max(bits, axis=None if s.scale is None else 1 - s.scale)), spec.format)
+        found.append(scales._replace(scale=spec.scale.decode(scales.scale, None)))
+    return found

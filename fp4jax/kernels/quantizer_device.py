@@ -4,28 +4,24 @@ few operations.
 A quantizer moves bytes: at 4.3 TB/s an H200 has time for about 20 operations a BF16 value. So maxima are taken on the
 bits as integers, and rounding is an addition: with e the exponent of |u|, adding and subtracting 2^(e + 23 -
 mantissa_bits) leaves |u| rounded to the grid, ties to even, since that is where the last bit of a float32 sum stands.
+The largest value of a block may land an ulp past M; that rounds to M as well.
 """
 
 import dataclasses
-from typing import Any, NamedTuple
+import math
+from typing import Any, Literal, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
-from fp4jax.formats import FloatFormat
+from fp4jax.formats import E4M3, FloatFormat
+from fp4jax.rounding import NOISE_BITS
 
 _INFINITY = np.int32(0x7F800000)
 _MAGNITUDE = np.int32(0x7FFFFFFF)
 _SIGN = np.int32(-(2**31))
-
-
-@dataclasses.dataclass(frozen=True)
-class Carry:
-    """Outlier compensation: thresholds are given, and ΔX is carried in ``format``; None drops it."""
-
-    format: FloatFormat | None
 
 
 def bits_of(x):
@@ -77,174 +73,225 @@ def _wrap(value: int) -> int:
     return (value + 2**31) % 2**32 - 2**31
 
 
-def scale_of(amax_bits, format: FloatFormat):
-    """(scale, r, finite) of ``AbsMax`` from the bits of amax, those of NaN or infinity where a block is not finite."""
-    finite = amax_bits < _INFINITY
-    amax = float_of(jnp.where(finite, amax_bits, 0))
-    highest = min(format.max * 2.0**126, float(np.finfo(np.float32).max))
-    amax = jnp.minimum(jnp.maximum(amax, jnp.float32(format.max * 2.0**-125)), jnp.float32(highest))
-    scale, reciprocal = amax * jnp.float32(1.0 / format.max), divide(format.max, amax)
-    empty = amax_bits == 0
-    scale, reciprocal = (jnp.where(empty, jnp.float32(1), v) for v in (scale, reciprocal))
-    return jnp.where(finite, scale, jnp.float32(np.nan)), reciprocal, finite
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """What becomes of a value: static side of all quantizers.
+
+    Attributes:
+        format: of the values, with a mantissa; its grid fits E4M3 or E5M2.
+        rounding: name of the rounding.
+        scale: ``"absmax"``, or the mode of ``PowerOfTwo``.
+        outliers: whether values are clamped at thresholds, and ΔX dropped or carried in E4M3.
+        cast: whether the cast to the held type rounds as the format asks.
+    """
+
+    format: FloatFormat
+    rounding: str
+    scale: str
+    outliers: Literal["none", "dropped", "carried"]
+    cast: bool
+
+    def scales(self, amax_bits):
+        """(scale, r, finite) from the bits of amax, those of NaN or infinity where a block is not finite."""
+        finite = amax_bits < _INFINITY
+        amax = float_of(jnp.where(finite, amax_bits, 0))
+        highest = min(self.format.max * 2.0**126, float(np.finfo(np.float32).max))
+        amax = jnp.minimum(jnp.maximum(amax, jnp.float32(self.format.max * 2.0**-125)), jnp.float32(highest))
+        if self.scale == "absmax":
+            scale, reciprocal = amax * jnp.float32(1.0 / self.format.max), divide(self.format.max, amax)
+        else:
+            scale, reciprocal = _powers_of_two(amax, self.format, self.scale)
+        empty = amax_bits == 0
+        scale, reciprocal = (jnp.where(empty, jnp.float32(1), v) for v in (scale, reciprocal))
+        return jnp.where(finite, scale, jnp.float32(np.nan)), reciprocal, finite
+
+    @property
+    def saturates(self) -> bool:
+        """Whether values may land past M by more than rounding."""
+        return self.scale in ("floor", "even")
+
+    def round(self, u, noise):
+        """float32 u, in units of the grid, to the grid, or to what the cast takes there; ``noise()`` where it draws."""
+        if self.cast:
+            limit = jnp.float32(self.format.max)
+            return jnp.minimum(jnp.maximum(u, -limit), limit) if self.saturates else u
+        lowest, shift = jnp.float32(2.0**self.format.min_exponent), self.format.mantissa_bits << 23
+        magnitude = jnp.abs(u)
+        if self.saturates or self.rounding != "nearest_even":
+            magnitude = jnp.minimum(magnitude, jnp.float32(self.format.max))
+        exponent = bits_of(jnp.maximum(magnitude, lowest)) & _INFINITY
+        if self.rounding == "nearest_even":
+            anchor = float_of(exponent + np.int32((23 << 23) - shift))
+            landed = (magnitude + anchor) - anchor
+        else:
+            step = exponent - np.int32(shift)
+            scaled = magnitude * float_of(np.int32(254 << 23) - step)
+            if self.rounding == "ties_up":
+                scaled = jnp.where(u < 0, -scaled, scaled)
+                floor = jnp.floor(scaled)
+                up = scaled - floor >= jnp.float32(0.5)
+            else:
+                floor = jnp.floor(scaled)
+                up = noise() < (scaled - floor) * jnp.float32(2**NOISE_BITS)
+            landed = (floor + up.astype(jnp.float32)) * float_of(step)
+        return float_of((bits_of(landed) & _MAGNITUDE) | (bits_of(u) & _SIGN))
+
+    def quantize(self, value, reciprocal, finite, bounds=None, noise=None):
+        """Values of a float32 tile, as float32; +0 where not ``finite``.
+
+        An outlier is the value of the threshold that it passed plus (x - threshold) · r. Subtracting the latter, with
+        the sign turned, leaves all other entries as they are, zeros of both signs too.
+        """
+        if bounds is None:
+            landed = self.round(value * reciprocal, noise)
+        else:
+            clipped = _clip(value, *bounds)
+            landed = self.round(clipped * reciprocal, noise)
+            if self.outliers == "carried":
+                # The bound changes no result. It keeps the compiler from fusing product and difference into one rounding.
+                landed = landed - jnp.maximum((clipped - value) * reciprocal, jnp.float32(-2 * E4M3.max))
+        return jnp.where(finite, landed, jnp.float32(0))
 
 
-def _nearest(u, highest, lowest_exponent, mantissa_shift):
-    """|u|, at most ``highest``, to the nearest value, ties to even; ``mantissa_shift`` = (23 - mantissa bits) << 23."""
-    magnitude = jnp.minimum(jnp.abs(u), highest)
-    exponent = bits_of(jnp.maximum(magnitude, lowest_exponent)) & _INFINITY
-    anchor = float_of(exponent + mantissa_shift)
-    return (magnitude + anchor) - anchor
-
-
-def _signed(magnitude, u, finite):
-    """``magnitude`` with the sign of u; +0 where not ``finite``."""
-    sign, rest = jnp.where(finite, _SIGN, 0), jnp.where(finite, _MAGNITUDE, 0)
-    return float_of((bits_of(magnitude) & rest) | (bits_of(u) & sign))
-
-
-def round_to_grid(u, format: FloatFormat, rounding: str, finite):
-    """u, in units of the grid, to the values of ``format``; +0 where not ``finite``."""
-    highest, lowest = jnp.float32(format.max), jnp.float32(2.0**format.min_exponent)
-    if rounding == "nearest_even":
-        return _signed(_nearest(u, highest, lowest, np.int32((23 - format.mantissa_bits) << 23)), u, finite)
-    magnitude = jnp.minimum(jnp.abs(u), highest)
-    step = (bits_of(jnp.maximum(magnitude, lowest)) & _INFINITY) - (format.mantissa_bits << 23)
-    scaled = jnp.where(u < 0, -magnitude, magnitude) * float_of(np.int32(254 << 23) - step)
-    floor = jnp.floor(scaled)
-    landed = (floor + (scaled - floor >= jnp.float32(0.5)).astype(jnp.float32)) * float_of(step)
-    return _signed(landed, u, finite)
+def _powers_of_two(amax, format: FloatFormat, mode: str):
+    """(2^e, 2^-e) as ``fp4jax.PowerOfTwo`` has e."""
+    bits = bits_of(amax)
+    exponent, mantissa = (bits >> 23) - 127, bits & 0x007FFFFF
+    largest = int(np.float32(format.max).view(np.int32)) & 0x007FFFFF
+    up = {
+        "floor": lambda: jnp.zeros_like(bits),
+        "ceil": lambda: (mantissa > 0).astype(jnp.int32),
+        "even": lambda: (mantissa + (1 << (22 - format.mantissa_bits)) >= 1 << 23).astype(jnp.int32),
+        "rceil": lambda: (mantissa > largest).astype(jnp.int32),
+    }[mode]()
+    e = jnp.minimum(jnp.maximum(exponent - (math.frexp(format.max)[1] - 1) + up, -126), 126)
+    return float_of((e + 127) << 23), float_of((127 - e) << 23)
 
 
 def _clip(x, lo, hi):
+    # Not minimum and maximum, of which -0 and +0 may come out as either.
     return jnp.where(x < lo, lo, jnp.where(x > hi, hi, x))
 
 
-class Outliers(NamedTuple):
-    """What a tile needs to clamp and carry: thresholds, and where they land on the grid, by row."""
+class Extremes(NamedTuple):
+    """Of rows: the largest magnitude, as bits; with outliers also the largest value, and the negated smallest."""
 
-    lo: Any
-    hi: Any
-    lo_value: Any
-    hi_value: Any
+    whole: Any
+    top: Any = None
+    bottom: Any = None
+
+    @classmethod
+    def none(cls, rows: int, rule: Rule) -> "Extremes":
+        """Those of no value."""
+        lowest = None if rule.outliers == "none" else jnp.full((rows,), -jnp.inf, jnp.float32)
+        return cls(jnp.zeros((rows,), jnp.int32), lowest, lowest)
+
+    def including(self, tile) -> "Extremes":
+        """With those of the rows of another tile."""
+        whole = jnp.maximum(self.whole, jnp.max(bits_of(tile) & _MAGNITUDE, axis=1))
+        if self.top is None:
+            return Extremes(whole)
+        return Extremes(
+            whole, jnp.maximum(self.top, jnp.max(tile, axis=1)), jnp.maximum(self.bottom, jnp.max(-tile, axis=1))
+        )
+
+    def amax(self, bounds, rule: Rule):
+        """Bits of amax; with outliers that of the clamped row, but so large that no carried entry saturates."""
+        if bounds is None:
+            return self.whole
+        amax = jnp.maximum(jnp.abs(_clip(self.top, *bounds)), jnp.abs(_clip(-self.bottom, *bounds)))
+        if rule.outliers == "carried":
+            amax = jnp.maximum(amax, float_of(self.whole) * jnp.float32(rule.format.max / E4M3.max))
+        return jnp.where(self.whole < _INFINITY, bits_of(amax), _INFINITY)
 
 
-def quantize_tile(value, reciprocal, finite, format, rounding, outliers: Outliers | None, carry: Carry | None):
-    """Grid values of a float32 tile, as float32.
+def noise_of(key0, key1, index):
+    """24-bit noise as float32 for the element of linear ``index`` (uint32): Threefry 2x32 of the counter (0, index).
 
-    An outlier is the value of the threshold it passed plus (x - threshold) · r, rounded to the carrying format; any
-    other entry is -0 + x · r, rounded to ``format``. So both take the same few operations, under constants chosen by
-    the comparison.
+    This is how ``jax.random.bits`` draws, and so ``fp4jax.rounding.noise``. Salmon et al., "Parallel random numbers: as
+    easy as 1, 2, 3", SC 2011.
     """
-    if outliers is None or carry is None:
-        return round_to_grid(value * reciprocal, format, rounding, finite)
-    if carry.format is None:
-        return round_to_grid(_clip(value, outliers.lo, outliers.hi) * reciprocal, format, rounding, finite)
-    below, above = value < outliers.lo, value > outliers.hi
-    outside = below | above
-    threshold = jnp.where(below, outliers.lo, jnp.where(above, outliers.hi, jnp.float32(0)))
-    landed = jnp.where(below, outliers.lo_value, jnp.where(above, outliers.hi_value, jnp.float32(-0.0)))
-    # The bound changes no result. It keeps the compiler from fusing product and sum into one rounding.
-    moved = jnp.minimum((value - threshold) * reciprocal, jnp.float32(2 * carry.format.max))
-    u = landed + moved
+    keys = (key0, key1, key0 ^ key1 ^ np.uint32(0x1BD11BDA))
+    a, b = jnp.zeros_like(index) + keys[0], index + keys[1]
+    for block in range(5):
+        for turn in (13, 15, 26, 6) if block % 2 == 0 else (17, 29, 16, 24):
+            a = a + b
+            b = ((b << turn) | (b >> (32 - turn))) ^ a
+        a, b = a + keys[(block + 1) % 3], b + keys[(block + 2) % 3] + np.uint32(block + 1)
+    return ((a ^ b) >> (32 - NOISE_BITS)).astype(jnp.int32).astype(jnp.float32)
 
-    def pick(of):
-        return jnp.where(outside, of(carry.format), of(format))
 
-    if rounding != "nearest_even":
-        carried = round_to_grid(u, carry.format, "nearest_even", finite)
-        return jnp.where(outside, carried, round_to_grid(u, format, rounding, finite))
-    highest, lowest = pick(lambda f: jnp.float32(f.max)), pick(lambda f: jnp.float32(2.0**f.min_exponent))
-    return _signed(_nearest(u, highest, lowest, pick(lambda f: np.int32((23 - f.mantissa_bits) << 23))), u, finite)
+def noise_tile(key_ref, row, col, shape, width: int):
+    """A function that draws for the tile at ``row``, ``col`` of a matrix of ``width`` columns; None without a key."""
+    if key_ref is None:
+        return None
+
+    def draw():
+        rows = lax.broadcasted_iota(jnp.int32, shape, 0) + row
+        index = rows * width + (lax.broadcasted_iota(jnp.int32, shape, 1) + col)
+        return noise_of(key_ref[0], key_ref[1], index.astype(jnp.uint32))
+
+    return draw
 
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """Static side of ``rows_kernel``: a program takes ``rows`` rows, ``cols`` columns at a time, ``chunks`` times."""
+    """Static side of ``rows_kernel``: a program takes ``rows`` rows, ``cols`` columns at a time, ``chunks`` times.
+
+    ``width`` counts the columns before padding, by which noise is numbered.
+    """
 
     rows: int
     cols: int
     chunks: int
-    format: FloatFormat
-    rounding: str
+    width: int
+    rule: Rule
     folded: bool
-    carry: Carry | None
-    transposed: bool
 
 
 def rows_kernel(*refs, problem: Rows):
-    """One scale a row: maxima in a first sweep over a strip of rows, values in a second, which finds the strip in L2.
+    """One scale a row: maxima in a first sweep over a strip of rows, values in a second.
 
-    Refs: x [m, k], fold [m] if any, thresholds [2] if any; values [m, k], scale [m], transposed values [k, m] if any.
+    Refs: x [m, k]; fold [m], thresholds [2] and key [2] if any; values [m, k], scale [m].
     """
-    p = problem
-    refs = list(refs)
+    p, refs = problem, list(refs)
     x_ref = refs.pop(0)
     fold_ref = refs.pop(0) if p.folded else None
-    bounds_ref = refs.pop(0) if p.carry else None
-    values_ref, scale_ref, *transposed_ref = refs
-    rows = pl.ds(pl.program_id(0) * p.rows, p.rows)
+    bounds_ref = refs.pop(0) if p.rule.outliers != "none" else None
+    key_ref = refs.pop(0) if p.rule.rounding == "stochastic" else None
+    values_ref, scale_ref = refs
+    row = pl.program_id(0) * p.rows
+    rows = pl.ds(row, p.rows)
     fold = fold_ref[rows][:, None] if fold_ref is not None else None
+    bounds = (bounds_ref[0], bounds_ref[1]) if bounds_ref is not None else None
 
-    def load(start, width):
-        value = as_float32(x_ref[rows, pl.ds(start, width)])
+    def load(chunk):
+        value = as_float32(x_ref[rows, pl.ds(chunk * p.cols, p.cols)])
         return value if fold is None else value * fold
 
-    def extremes(value):
-        """The row's largest magnitude, as bits; with thresholds also its largest and smallest value."""
-        whole = jnp.max(bits_of(value) & _MAGNITUDE, axis=1)
-        return (whole,) if p.carry is None else (whole, jnp.max(value, axis=1), jnp.max(-value, axis=1))
-
+    nothing = Extremes.none(p.rows, p.rule)
     if p.chunks == 1:
-        whole_row = load(0, p.cols)
-        found = extremes(whole_row)
+        whole_row = load(0)
+        found = nothing.including(whole_row)
     else:
         whole_row = None
-        lowest = (jnp.zeros((p.rows,), jnp.int32),)
-        if p.carry is not None:
-            lowest += (jnp.full((p.rows,), -jnp.inf, jnp.float32),) * 2
-        found = lax.fori_loop(
-            0,
-            p.chunks,
-            lambda c, best: tuple(map(jnp.maximum, best, extremes(load(c * p.cols, p.cols)))),
-            lowest,
-        )
-    bounds = (bounds_ref[0], bounds_ref[1]) if bounds_ref is not None else None
-    scale, reciprocal, finite = scale_of(_amax(found, bounds, p), p.format)
+        found = lax.fori_loop(0, p.chunks, lambda c, best: best.including(load(c)), nothing)
+    scale, reciprocal, finite = p.rule.scales(found.amax(bounds, p.rule))
     scale_ref[rows] = scale
-    outliers = None
-    if bounds is not None:
-        ends = [round_to_grid(bound * reciprocal, p.format, p.rounding, finite)[:, None] for bound in bounds]
-        outliers = Outliers(*bounds, *ends)
-    reciprocal, finite = reciprocal[:, None], finite[:, None]
 
     def write(chunk, value):
-        cols = pl.ds(chunk * p.cols, p.cols)
-        values = quantize_tile(value, reciprocal, finite, p.format, p.rounding, outliers, p.carry)
-        values = values.astype(values_ref.dtype)
-        values_ref[rows, cols] = values
-        if transposed_ref:
-            transposed_ref[0][cols, rows] = values.T
+        noise = noise_tile(key_ref, row, chunk * p.cols, value.shape, p.width)
+        values = p.rule.quantize(value, reciprocal[:, None], finite[:, None], bounds, noise)
+        values_ref[rows, pl.ds(chunk * p.cols, p.cols)] = values.astype(values_ref.dtype)
 
     def second(chunk, _):
-        write(chunk, load(chunk * p.cols, p.cols))
+        write(chunk, load(chunk))
         return _
 
     if whole_row is not None:
         write(0, whole_row)
     else:
         lax.fori_loop(0, p.chunks, second, None)
-
-
-def _amax(found, bounds, p: Rows):
-    """Bits of amax of a row; with thresholds that of the clamped row, but so large that no carried entry saturates."""
-    whole = found[0]
-    if p.carry is None or bounds is None:
-        return whole
-    amax = jnp.maximum(jnp.abs(_clip(found[1], *bounds)), jnp.abs(_clip(-found[2], *bounds)))
-    if p.carry.format is not None:
-        amax = jnp.maximum(amax, float_of(whole) * jnp.float32(p.format.max / p.carry.format.max))
-    return jnp.where(whole < _INFINITY, bits_of(amax), _INFINITY)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -265,12 +312,16 @@ class Stream:
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """Static side of ``tiles_kernel`` and ``amax_kernel``."""
+    """Static side of ``tiles_kernel`` and ``amax_kernel``: ``grid`` tiles of ``rows`` × ``cols``.
+
+    ``width`` counts the columns before padding, by which noise is numbered.
+    """
 
     rows: int
     cols: int
-    format: FloatFormat
-    rounding: str
+    grid: tuple[int, int]
+    width: int
+    rule: Rule
     streams: tuple[Stream, ...]
 
 
@@ -282,19 +333,26 @@ def _vector(ref, axis, rows, cols):
 def tiles_kernel(*refs, problem: Tiles):
     """Quantizes a tile under given reciprocals, once for each stream.
 
-    Refs: x [m, n]; then for each stream fold (if any) and r; then for each its outputs. A NaN reciprocal marks a block
-    that is not finite.
+    Tiles are taken from the last to the first: ``amax_kernel`` has left the last in L2.
+
+    Refs: x [m, n]; then for each stream fold (if any), r and key (if any); then for each its outputs. A NaN reciprocal
+    marks a block that is not finite.
     """
     p, refs = problem, list(refs)
-    rows = pl.ds(pl.program_id(0) * p.rows, p.rows)
-    cols = pl.ds(pl.program_id(1) * p.cols, p.cols)
+    row = (p.grid[0] - 1 - pl.program_id(0)) * p.rows
+    col = (p.grid[1] - 1 - pl.program_id(1)) * p.cols
+    rows, cols = pl.ds(row, p.rows), pl.ds(col, p.cols)
     x = as_float32(refs.pop(0)[rows, cols])
-    operands = [(refs.pop(0) if s.fold is not None else None, refs.pop(0)) for s in p.streams]
-    for stream, (fold_ref, r_ref) in zip(p.streams, operands, strict=True):
+    draws = p.rule.rounding == "stochastic"
+    operands = [
+        (refs.pop(0) if s.fold is not None else None, refs.pop(0), refs.pop(0) if draws else None) for s in p.streams
+    ]
+    for stream, (fold_ref, r_ref, key_ref) in zip(p.streams, operands, strict=True):
         value = x if fold_ref is None else x * _vector(fold_ref, stream.fold, rows, cols)
         r = r_ref[0] if stream.scale is None else _vector(r_ref, stream.scale, rows, cols)
         finite = (bits_of(r) & _MAGNITUDE) < _INFINITY
-        values = round_to_grid(value * r, p.format, p.rounding, finite)
+        noise = noise_tile(key_ref, row, col, x.shape, p.width)
+        values = p.rule.quantize(value, r, finite, noise=noise)
         if stream.plain:
             ref = refs.pop(0)
             ref[rows, cols] = values.astype(ref.dtype)
