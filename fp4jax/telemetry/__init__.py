@@ -23,3 +23,5 @@ from fp4jax.telemetry.report import report as report
 from fp4jax.telemetry.snapshot import Record as Record
 from fp4jax.telemetry.snapshot import Snapshot as Snapshot
 from fp4jax.telemetry.snapshot import collect as collect
+from fp4jax.telemetry.switch import On as On
+from fp4jax.telemetry.switch import switchable as switchable

@@ -1,7 +1,6 @@
 """Putting taps into a Flax NNX model, and taking the statistics out."""
 
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -11,9 +10,14 @@ from flax import nnx
 from fp4jax.dot import DotGeneral
 from fp4jax.dot.geometry import Geometry
 from fp4jax.nn import KeyedDotGeneral
+from fp4jax.nn.einsum import DotEinsum
+from fp4jax.nn.layers import find_layers
+from fp4jax.nn.runs import BlockwiseDotGeneral
 from fp4jax.recipe import Recipe
 from fp4jax.telemetry.probe import SHAPE, Observed, forward_statistics, observe
 from fp4jax.typing import Array, DimensionNumbers, Key
+
+type Stacked = Callable[[str], tuple[int, ...]]
 
 
 class Probe(nnx.Variable):
@@ -24,17 +28,22 @@ class Forward(nnx.Intermediate):
     """What a tap records under ``telemetry.capture``: sums of the statistics of fprop's operands."""
 
 
+def new_probe(stack: tuple[int, ...]) -> Probe:
+    """A probe of a layer, or of a stack of them."""
+    return Probe(jnp.zeros(stack + SHAPE, jnp.float32))
+
+
 class Tap(nnx.Module):
     """A ``DotGeneral`` that is observed. Its results are those of ``dot``, bit for bit.
 
     Args:
         dot: the product.
-        stacked: shape of the leading axes by which the layer is stacked, such as (L,) under ``nnx.scan``.
+        probe: its dummy input.
     """
 
-    def __init__(self, dot: DotGeneral, stacked: tuple[int, ...] = ()):
+    def __init__(self, dot: DotGeneral, probe: Probe):
         self.dot = dot
-        self.probe = Probe(jnp.zeros(stacked + SHAPE, jnp.float32))
+        self.probe = probe
 
     def __call__(
         self,
@@ -53,17 +62,17 @@ class Tap(nnx.Module):
 
 
 class KeyedTap(KeyedDotGeneral):
-    """A ``KeyedDotGeneral`` that is observed: same stream, same draws.
+    """A ``KeyedDotGeneral`` that is observed: same stream under the same path, same draws.
 
     Args:
         keyed: the product.
+        probe: its dummy input.
     """
 
-    def __init__(self, keyed: KeyedDotGeneral):
-        self.dot = keyed.dot
-        self.stream = keyed.stream
+    def __init__(self, keyed: KeyedDotGeneral, probe: Probe):
+        super().__init__(keyed.dot, keyed.stream)
         self.deterministic = keyed.deterministic
-        self.probe = Probe(jnp.zeros(keyed.stream.count.shape + SHAPE, jnp.float32))
+        self.probe = probe
 
     def __call__(
         self,
@@ -75,9 +84,33 @@ class KeyedTap(KeyedDotGeneral):
         out_sharding: Any = None,
     ) -> Array:
         """The product, with the next key of the stream."""
-        key = jax.random.fold_in(self.stream.key[...], self.stream.count[...])  # what the call below draws
+        key = self.stream(advance=False)  # what the call below draws
         y = super().__call__(lhs, rhs, dimension_numbers, precision, preferred_element_type, out_sharding)
         return _observed(self, y, lhs, rhs, dimension_numbers, self.dot.recipe, key)
+
+
+class BlockwiseTap(BlockwiseDotGeneral):
+    """A ``BlockwiseDotGeneral`` whose runs are observed; blocks in high precision are not.
+
+    Args:
+        blockwise: the product of a stack whose blocks follow different recipes.
+        probe: dummy inputs of all blocks.
+    """
+
+    def __init__(self, blockwise: BlockwiseDotGeneral, probe: Probe):
+        super().__init__(blockwise.recipes, blockwise.backend, blockwise.stream)
+        self.deterministic = blockwise.deterministic
+        self.probe = probe
+
+    def of_block(self, block: int) -> Any:
+        """The observed product of one block."""
+        product = super().of_block(block)
+        if product is None or not product_recipes(product)[0].quantizes:
+            return product
+        return KeyedTap(product, self.probe) if isinstance(product, KeyedDotGeneral) else Tap(product, self.probe)
+
+
+TAPS = (Tap, KeyedTap, BlockwiseTap)
 
 
 def _observed(
@@ -91,28 +124,28 @@ def _observed(
 ) -> Array:
     lhs, rhs = jnp.asarray(lhs), jnp.asarray(rhs)
     if hasattr(tap, "__captures__"):  # inside telemetry.capture
-        static = Observed(recipe, Geometry.make(lhs.ndim, rhs.ndim, dimension_numbers), lhs.dtype)
+        static = Observed(recipe, Geometry.make(lhs.ndim, rhs.ndim, dimension_numbers))
         sums = forward_statistics(jax.lax.stop_gradient(lhs), jax.lax.stop_gradient(rhs), key, static)
         tap.sow(Forward, "forward", sums, reduce_fn=jnp.add, init_fn=lambda: jnp.zeros(SHAPE, jnp.float32))
     return observe(y, tap.probe[...], lhs, rhs, dimension_numbers, recipe, key)
 
 
-def instrument[M: nnx.Module](model: M, *, stacked: Callable[[str], tuple[int, ...]] | None = None) -> M:
+def instrument[M: nnx.Module](model: M, *, stacked: Stacked | None = None) -> M:
     """A twin of ``model`` that can be measured: every quantizing product in it is tapped. ``model`` stays as it is.
 
     The twin has the same parameters (the same arrays, under the same paths), the same noise streams and the same
     results, bit for bit; beside them it has a ``telemetry.Probe`` for each product. Differentiate with respect to the
     probes, and ``telemetry.collect`` what comes out.
 
-    A product is what stands in an attribute ``dot_general`` of a module and is an ``fp4jax.DotGeneral`` or an
-    ``fp4jax.nn.KeyedDotGeneral``: so in ``nnx.Linear``, ``LinearGeneral``, ``MultiHeadAttention``, the layers of
-    ``fp4jax.nn``, ``fp4jax.models.Llama``. One whose recipe quantizes nothing is left alone.
+    A product is what stands in an attribute ``dot_general`` of a module and is an ``fp4jax.DotGeneral`` or one of
+    ``fp4jax.nn``'s: so in ``nnx.Linear``, ``LinearGeneral``, ``Einsum``, ``MultiHeadAttention``, the layers of
+    ``fp4jax.nn``, ``fp4jax.models.Llama``, and whatever ``quantize_model`` returned. One whose recipe quantizes nothing
+    is left alone.
 
     Args:
         model: any NNX model; abstract ones (``nnx.eval_shape``) too.
-        stacked: for modules of your own whose parameters are stacked (one module stands for L layers, as ``nnx.vmap``
-            creates them and ``nnx.scan`` runs them): dotted path -> shape of the stack. Those of Flax and fp4jax tell
-            by the rank of their kernel.
+        stacked: for modules of your own that stand for L layers, as ``nnx.vmap`` creates and ``nnx.scan`` runs them:
+            dotted path -> shape of the stack. Layers in ``fp4jax.nn.LAYERS`` tell by the shape of their kernel.
 
     Raises:
         ValueError: nothing to measure, or a module of which it is not clear whether it is stacked.
@@ -126,67 +159,86 @@ def instrument[M: nnx.Module](model: M, *, stacked: Callable[[str], tuple[int, .
         >>> sums["dot_general"]["probe"].shape == SHAPE
         True
     """
+
+    def tapped(product: Any, stack: tuple[int, ...]) -> nnx.Module:
+        match product:
+            case BlockwiseDotGeneral():
+                return BlockwiseTap(product, new_probe(stack))
+            case KeyedDotGeneral():
+                return KeyedTap(product, new_probe(stack))
+        return Tap(product, new_probe(stack))
+
+    return replace_products(model, tapped, stacked)
+
+
+def replace_products[M: nnx.Module](
+    model: M, replacement: Callable[[Any, tuple[int, ...]], nnx.Module], stacked: Stacked | None = None
+) -> M:
+    """A copy of ``model``, sharing its arrays, with ``replacement(product, stack)`` for every quantizing product.
+
+    Raises:
+        ValueError: as ``instrument`` does.
+    """
     twin = nnx.merge(*nnx.split(model))
     found = list(products(twin))
     if not found:
         raise ValueError(
             "the model has no product to measure: no module has a dot_general that is an fp4jax.DotGeneral or "
-            "fp4jax.nn.KeyedDotGeneral with a recipe that quantizes (pass recipe= to fp4jax.nn.Linear, rules= to Llama)"
+            "fp4jax.nn.KeyedDotGeneral with a recipe that quantizes (pass recipe= to fp4jax.nn.Linear, rules= to "
+            "Llama, or use fp4jax.nn.quantize_model)"
         )
+    stacks = _stacks(twin)
     for path, module in found:
-        dot = module.dot_general
-        if isinstance(dot, Tap | KeyedTap):
-            raise ValueError(f"{path or 'the model'} is instrumented already")
-        if isinstance(dot, KeyedDotGeneral):
-            module.dot_general = KeyedTap(dot)
+        product = module.dot_general
+        if not isinstance(product, DotGeneral) and type(product) not in (KeyedDotGeneral, BlockwiseDotGeneral):
+            raise ValueError(
+                f"{path or 'the model'} is instrumented already: its product is a {type(product).__name__}"
+            )
+        if stacked is not None:
+            stack = stacked(path)
+        elif isinstance(product, KeyedDotGeneral):
+            stack = product.stream.count.shape
         else:
-            shape = _stack_of(twin, path, module) if stacked is None else stacked(path)
-            module.dot_general = nnx.data(Tap(dot, shape))
+            stack = stacks[id(module)] if id(module) in stacks else _stack_of(path, module)
+        module.dot_general = nnx.data(replacement(product, stack))
     return twin
 
 
 def products(model: nnx.Module) -> Iterator[tuple[str, Any]]:
     """(dotted path, module) for every module whose ``dot_general`` follows a recipe that quantizes."""
     for path, module in nnx.iter_modules(model):
-        dot = vars(module).get("dot_general")
-        recipe = dot.recipe if isinstance(dot, DotGeneral) else getattr(getattr(dot, "dot", None), "recipe", None)
-        if isinstance(recipe, Recipe) and recipe.quantizes:
+        if any(recipe.quantizes for recipe in product_recipes(vars(module).get("dot_general"))):
             yield ".".join(map(str, path)), module
 
 
-def _stack_of(model: nnx.Module, path: str, module: Any) -> tuple[int, ...]:
-    """The leading axes that the kernel of a layer has beside its own."""
-    owner = module
-    if path.endswith("einsum_op"):  # the kernel is that of the nnx.Einsum around it
-        owner = dict(_modules(model))[path.removesuffix("einsum_op").rstrip(".")]
-    kernel = getattr(owner, "kernel", None)
-    if kernel is None:
-        return ()
-    own = _rank(owner)
-    if own is None and kernel.ndim > 2:
+def product_recipes(product: Any) -> Sequence[Recipe]:
+    """The recipes that a product follows; none if it is not one of ours."""
+    if isinstance(product, BlockwiseDotGeneral):
+        return [recipe for recipe in product.recipes if recipe is not None]
+    dot = product if isinstance(product, DotGeneral) else getattr(product, "dot", None)
+    return [dot.recipe] if isinstance(dot, DotGeneral) else []
+
+
+def _stacks(model: nnx.Module) -> dict[int, tuple[int, ...]]:
+    """For each layer of a kind in ``fp4jax.nn.LAYERS`` the id of the module with its ``dot_general``, and its stack."""
+    stacks = {}
+    for found in find_layers(model):
+        if found.kind is not None:
+            held = getattr(found.module, found.kind.product)
+            stacks[id(held if isinstance(held, DotEinsum) else found.module)] = found.stack
+    return stacks
+
+
+def _stack_of(path: str, module: Any) -> tuple[int, ...]:
+    """That of a module of another kind: it has a plain kernel [k, n], or none."""
+    kernel = getattr(module, "kernel", None)
+    if kernel is not None and kernel.ndim != 2:
         raise ValueError(
-            f"{path}: cannot tell whether this {type(owner).__name__} with a kernel of shape {kernel.shape} is "
-            "stacked; "
-            "pass stacked=lambda path: (L,) with the shape of the stack of each path, () for none"
+            f"{path or 'the model'}: cannot tell whether this {type(module).__name__} with a kernel of shape "
+            f"{kernel.shape} is stacked; pass stacked=lambda path: (L,) with the shape of the stack of each path, () "
+            "for none"
         )
-    return kernel.shape[: kernel.ndim - (2 if own is None else own)]
-
-
-def _rank(layer: Any) -> int | None:
-    """Axes of the kernel of one layer; None if the type does not say."""
-    match layer:
-        case nnx.Linear():
-            return 2
-        case nnx.LinearGeneral():
-            return len(layer.batch_axis) + len(layer.in_features) + len(layer.out_features)
-        case nnx.Einsum():
-            return len(layer.kernel_shape)
-    return None
-
-
-def _modules(model: nnx.Module) -> Iterator[tuple[str, nnx.Module]]:
-    for path, module in nnx.iter_modules(model):
-        yield ".".join(map(str, path)), module
+    return ()
 
 
 def capture(fn: Callable, model: nnx.Module, *args, **kwargs) -> tuple[Any, nnx.State]:
@@ -212,7 +264,7 @@ def capture(fn: Callable, model: nnx.Module, *args, **kwargs) -> tuple[Any, nnx.
         >>> y.shape, sums["dot_general"]["forward"].shape == SHAPE
         ((8, 32), True)
     """
-    taps = {path for path, module in _modules(model) if isinstance(module, Tap | KeyedTap)}
+    taps = {".".join(map(str, path)) for path, module in nnx.iter_modules(model) if isinstance(module, TAPS)}
     if not taps:
         raise ValueError("the model is not instrumented; pass telemetry.instrument(model)")
     out, sums = nnx.capture(fn, Forward)(model, *args, **kwargs)
@@ -220,12 +272,7 @@ def capture(fn: Callable, model: nnx.Module, *args, **kwargs) -> tuple[Any, nnx.
     if missing := sorted(taps - recorded):
         raise ValueError(
             f"nothing was recorded for {', '.join(missing)}: they did not run, or ran as copies (blocks unstacked by "
-            "hand, as in Llama with scan_layers=False); take gradients of the probes instead (docs/telemetry.md)"
+            "hand, as in Llama with scan_layers=False, or cut into runs of equal recipe); take gradients of the probes "
+            "instead (docs/telemetry.md)"
         )
     return out, sums
-
-
-def count_probes(model: nnx.Module) -> int:
-    """How many products an instrumented model measures, each block of a stack for itself."""
-    probes = jax.tree.leaves(nnx.state(model, Probe))
-    return sum(math.prod(probe.shape[: -len(SHAPE)]) for probe in probes)

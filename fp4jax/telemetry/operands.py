@@ -190,7 +190,8 @@ def _unit(largest: Array) -> tuple[Array, Array]:
     """A power of two with largest / 2 < power ≤ largest (up to 2¹²⁶), and its reciprocal; 1 for 0 and for infinity."""
     field = jnp.minimum(lax.bitcast_convert_type(largest, jnp.int32) >> 23, 253)
     field = jnp.where((largest == 0) | ~jnp.isfinite(largest), 127, field)
-    return tuple(lax.bitcast_convert_type(f << 23, jnp.float32) for f in (field, 254 - field))
+    power, inverse = (lax.bitcast_convert_type(f << 23, jnp.float32) for f in (field, 254 - field))
+    return power, inverse
 
 
 def stack_statistics(stats: dict[str, jax.Array]) -> Array:

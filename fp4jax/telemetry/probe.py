@@ -11,7 +11,6 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from fp4jax.dot.geometry import Geometry, scale_to_result
@@ -48,7 +47,6 @@ class Observed:
 
     recipe: Recipe
     geometry: Geometry
-    lhs_dtype: np.dtype
 
 
 def observe(
@@ -73,7 +71,7 @@ def observe(
         17.92
     """
     geometry = Geometry.make(lhs.ndim, rhs.ndim, dimension_numbers)
-    static = Observed(recipe, geometry, lhs.dtype)
+    static = Observed(recipe, geometry)
     lhs, rhs = lax.stop_gradient(lhs), lax.stop_gradient(rhs)
     return _tap(y, _varying_like(probe, y), lhs, rhs, key, static)
 
