@@ -115,7 +115,7 @@ def _agreed(
 ) -> tuple[Recipe | None, ...]:
     """The recipes of a layer, one a block, after checking that it can follow them."""
     recipes = several[0]
-    shown = f"layer {found.path!r}"
+    shown = f"layer {found.path!r}" if found.path else "the model itself"
     for path, other in zip(found.paths, several, strict=True):
         if other != recipes:
             raise ValueError(

@@ -144,10 +144,9 @@ def refusal(found: Found) -> str | None:
     held = getattr(layer, kind.product)
     if getattr(layer, "dot_general_cls", None) is not None:
         return f"it has a dot_general_cls of its own, {layer.dot_general_cls!r}"
-    if not (
-        held in kind.stock or isinstance(held, DotGeneral | DotEinsum | KeyedDotGeneral) or hasattr(held, "recipes")
-    ):
-        return f"it has a {kind.product} of its own, {held!r}"
+    ours = kind.dot_general(layer)
+    if not (held in kind.stock or isinstance(ours, DotGeneral | KeyedDotGeneral) or hasattr(ours, "recipes")):
+        return f"its {kind.product} is {held!r}, not one of Flax or fp4jax"
     if (
         kind.promotes
         and layer.promote_dtype is not promote_dtype
