@@ -4,6 +4,8 @@ from fp4jax.interop.errors import InteropError as InteropError
 from fp4jax.interop.errors import MissingPackageError as MissingPackageError
 from fp4jax.interop.gguf_file import gguf_tokenizer as gguf_tokenizer
 from fp4jax.interop.gguf_file import load_gguf as load_gguf
+from fp4jax.interop.harness import TextScorer as TextScorer
+from fp4jax.interop.harness import harness_model as harness_model
 from fp4jax.interop.hf import load_hf as load_hf
 from fp4jax.interop.hf import save_hf as save_hf
 from fp4jax.interop.hf_config import from_hf_config as from_hf_config

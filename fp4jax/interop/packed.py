@@ -13,6 +13,7 @@ names of small floats or know none. The record gives the dtype of the view.
 """
 
 import dataclasses
+import functools
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,7 +25,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from fp4jax import rounding, scaling
-from fp4jax.formats import FORMATS, decode, encode, pack_nibbles, unpack_nibbles
+from fp4jax.formats import FORMATS, FloatFormat, decode, encode, pack_nibbles, unpack_nibbles
 from fp4jax.interop import layout
 from fp4jax.interop.errors import InteropError
 from fp4jax.interop.hf_config import from_hf_config, to_hf_config
@@ -92,7 +93,7 @@ def dequantize_params(params: Mapping[str, Any], dtype: DTypeLike = jnp.float32)
     """Parameters with the numbers their QTensors stand for, as NumPy arrays in `dtype`; others stay as they are."""
 
     def plain(leaf: Any) -> Any:
-        return np.asarray(_each(lambda q: q.dequantize(dtype), leaf)) if isinstance(leaf, QTensor) else leaf
+        return np.asarray(_dequantize(leaf, np.dtype(dtype))) if isinstance(leaf, QTensor) else leaf
 
     return jax.tree.map(plain, dict(params), is_leaf=lambda leaf: isinstance(leaf, QTensor))
 
@@ -218,8 +219,17 @@ def _weight_spec(path: str, recipe: Recipe | None) -> QuantSpec | None:
 
 def _quantized(kernel: Any, spec: QuantSpec) -> QTensor:
     """A kernel [k, n] or a stack [L, k, n], on the host again: a model's weights need not fit a device twice."""
-    q = _each(jax.jit(lambda w: quantize(w, spec, axis=_CONTRACTED)), jnp.asarray(kernel))
-    return jax.tree.map(np.asarray, q)
+    return jax.tree.map(np.asarray, _quantize(jnp.asarray(kernel), spec))
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _quantize(kernel: jax.Array, spec: QuantSpec) -> QTensor:
+    return _each(lambda w: quantize(w, spec, axis=_CONTRACTED), kernel)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _dequantize(q: QTensor, dtype: np.dtype) -> jax.Array:
+    return _each(lambda q: q.dequantize(dtype), q)
 
 
 def _each(function: Any, kernels: Any) -> Any:
@@ -229,9 +239,9 @@ def _each(function: Any, kernels: Any) -> Any:
 
 def _pack(q: QTensor) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """The record of a kernel [k, n], and its arrays in Hugging Face's orientation."""
-    codes = encode(jnp.asarray(q.values).T, q.spec.format)
-    parts = {"codes": np.asarray(pack_nibbles(codes) if q.spec.format.bits == 4 else codes)}
-    record: dict[str, Any] = {"shape": list(codes.shape), **_spec_to_json(q.spec)}
+    k, n = q.shape
+    parts = {"codes": np.asarray(_codes(q.values, q.spec.format))}
+    record: dict[str, Any] = {"shape": [n, k], **_spec_to_json(q.spec)}
     for name, array in (("scale", q.scale), ("outer_scale", q.outer_scale)):
         if array is not None:
             host = np.ascontiguousarray(np.asarray(array).T)
@@ -240,21 +250,33 @@ def _pack(q: QTensor) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     return record, parts
 
 
+@functools.partial(jax.jit, static_argnums=1)
+def _codes(values: jax.Array, format: FloatFormat) -> jax.Array:
+    """Values [k, n] -> codes [n, k], or packed [n, ⌈k/2⌉]."""
+    codes = encode(values.T, format)
+    return pack_nibbles(codes) if format.bits == 4 else codes
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _values(codes: jax.Array, format: FloatFormat, k: int) -> jax.Array:
+    """Undoes `_codes`."""
+    codes = unpack_nibbles(codes, k) if format.bits == 4 else codes
+    return decode(codes, format).T.astype(format.storage_dtype)
+
+
 def _unpack(files: TensorFiles, name: str, entry: layout.Entry, spec: QuantSpec) -> QTensor:
     n, k = entry.shape
     like = jax.eval_shape(lambda w: quantize(w, spec, axis=_CONTRACTED), jax.ShapeDtypeStruct((k, n), jnp.float32))
-    half = spec.format.bits == 4
-    codes = jnp.asarray(files.read(f"{name}.codes", (n, (k + 1) // 2 if half else k), ("U8",)))
-    values = decode(unpack_nibbles(codes, k) if half else codes, spec.format)
+    codes = files.read(f"{name}.codes", (n, (k + 1) // 2 if spec.format.bits == 4 else k), ("U8",))
 
     def scales(part: str, like: Any) -> Any:
         stored = "F32" if like.dtype == np.float32 else "U8"
         array = files.read(f"{name}.{part}", like.shape[::-1], (stored,))
         return np.ascontiguousarray(array.view(like.dtype).T)
 
-    host: Any = np.asarray(values.T.astype(like.values.dtype))
+    values: Any = np.asarray(_values(jnp.asarray(codes), spec.format, k))
     return QTensor(
-        host,
+        values,
         scales("scale", like.scale),
         None if like.outer_scale is None else scales("outer_scale", like.outer_scale),
         spec,
