@@ -28,6 +28,11 @@ SMALLEST_NORMAL = {"float32": 2.0**-126, "float16": 2.0**-14, "bfloat16": 2.0**-
 # Relative error of the DGE factor computed from a float32 scaled input, off the clipped plateau.
 DGE_FACTOR = 64 * UNIT_ROUNDOFF["float32"]
 
+# A sum of FP8 products on Hopper's tensor cores, promoted to float32 every 256 of k, relative to Σ|a||b|: eight
+# instructions add 32 products each, and each keeps about 14 bits of its largest addend. Where four-bit products fit
+# into those bits the sum is exact.
+TENSOR_CORE_FP8 = 8 * 2.0**-13
+
 
 def product_bound(value: np.ndarray, mass: np.ndarray, k: int, dtype: str, operand: str = "float32") -> np.ndarray:
     """Largest error of a sum of ``k`` products that was summed in float32 and stored in ``dtype``.

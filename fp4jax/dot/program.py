@@ -52,7 +52,9 @@ def faults(products: Sequence[Any], traced: Any, platform: str | None) -> list[s
         texts.append(_by_mark(_compiled(lowered.compile().as_text())))
     lines = []
     for product in products:
-        why = [_fault(product, text.get(product.mark, [])) for text in texts if product.mark in stable]
+        # XLA merges products of one operand, under the name of one; a kernel keeps its own.
+        seen = [text for text in texts if product.mark in text or (product.mark in stable and _is_by_kernel(product))]
+        why = [_fault(product, text.get(product.mark, [])) for text in seen]
         lines += [f"{product}: {line}" for line in why if line is not None][:1]
     return lines
 
@@ -65,7 +67,7 @@ def _by_mark(found: Iterator[tuple[str, Operation]]) -> dict[str, list[Operation
 
 
 def _fault(product: Marked, operations: list[Operation]) -> str | None:
-    kernel = product.backend == "hopper"
+    kernel = _is_by_kernel(product)
     is_it = _is_kernel if kernel else _multiplies
     others = [o for o in operations if not is_it(o.name) and (_multiplies(o.name) or _is_kernel(o.name))]
     if others:
@@ -83,6 +85,10 @@ def _fault(product: Marked, operations: list[Operation]) -> str | None:
     if wide:
         return f"{wide[0].name} makes a float32 [{wide[0].shape}] on the way to a result in {product.out}"
     return None
+
+
+def _is_by_kernel(product: Marked) -> bool:
+    return product.backend == "hopper"
 
 
 def _is_kernel(name: str) -> bool:
@@ -112,7 +118,7 @@ def _stable(text: str) -> Iterator[tuple[str, Operation]]:
             if operation is not None and found is not None:
                 dtypes = tuple(t.group(2).lower() for t in _TENSOR.finditer(operands))
                 target = operation.group(2) or operation.group(1)
-                yield mark, Operation(target, dtypes, found.group(2).lower(), found.group(1).rstrip("x"))
+                yield mark, Operation(target, dtypes, found.group(2).lower(), _shape(found.group(1).rstrip("x")))
 
 
 def _reached(name: str, bodies: dict[str, str]) -> list[str]:
@@ -148,4 +154,9 @@ def _compiled(text: str) -> Iterator[tuple[str, Operation]]:
         operands = tuple(t.group(1) for t in known if t is not None)
         if name == "custom-call" and (target := re.search(r'custom_call_target="([^"]+)"', rest)):
             name = target.group(1)
-        yield marks[-1], Operation(name, operands, found.group(1), found.group(2).replace(",", "x"))
+        yield marks[-1], Operation(name, operands, found.group(1), _shape(found.group(2).replace(",", "x")))
+
+
+def _shape(text: str) -> str:
+    """Without axes of one: kernels have a batch axis."""
+    return re.sub(r"^(1x)+", "", text)
