@@ -33,6 +33,8 @@ class GemmConfig:
         group: output tiles along the minor dimension that are visited together, so that operands stay in L2.
         minor: that dimension, ``"m"`` or ``"n"``.
         epilogue_n: columns of a store; divides ``tile_n``.
+        cluster: ``"m"`` or ``"n"``: two multiprocessors whose tiles lie side by side along that dimension read what they
+            share from L2 once; ``""`` for none.
 
     Raises:
         ValueError: for an argument out of its range.
@@ -43,6 +45,7 @@ class GemmConfig:
     group: int = 8
     minor: str = "m"
     epilogue_n: int = 64
+    cluster: str = ""
 
     def __post_init__(self):
         if not 16 <= self.tile_n <= 256 or self.tile_n % 16:
@@ -53,6 +56,8 @@ class GemmConfig:
             raise ValueError(f"stages={self.stages} must be at least 2 and group={self.group} at least 1")
         if self.minor not in ("m", "n"):
             raise ValueError(f"minor={self.minor!r} must be 'm' or 'n'")
+        if self.cluster not in ("", "m", "n"):
+            raise ValueError(f"cluster={self.cluster!r} must be 'm', 'n' or '' for none")
 
     def shared_bytes(self, out_dtype) -> int:
         """Shared memory of a block, in bytes, but for barriers and alignment."""
@@ -127,15 +132,17 @@ def _run(lhs: Array, rhs: Array, lhs_scale: Array, rhs_scale: Array, out_dtype, 
     m_tiles, n_tiles, k_tiles = (_up(s, t) // t for s, t in ((m, TILE_M), (n, config.tile_n), (k, TILE_K)))
     # Copies want whole swizzle tiles of 8 rows and 128 bytes; what lies past them is filled with zeros, and dropped.
     lhs, rhs = (_pad(_pad(x, -1, TILE_K), -2, 8) for x in (lhs, rhs))
-    lhs_scale, rhs_scale = _pad(lhs_scale, -1, TILE_M), _pad(rhs_scale, -1, config.tile_n)
+    lhs_scale = _pad(lhs_scale, -1, TILE_M * (2 if config.cluster == "m" else 1))
+    rhs_scale = _pad(rhs_scale, -1, config.tile_n * (2 if config.cluster == "n" else 1))
     m_out, n_out = _up(m, 8), _up(n, config.epilogue_n)
     problem = gemm_device.Problem(
         batch=b, m_tiles=m_tiles, n_tiles=n_tiles, k_tiles=k_tiles,
         tile_m=TILE_M, tile_n=config.tile_n, tile_k=TILE_K, stages=config.stages,
         promote_tiles=k_tiles if promote is None else promote // TILE_K,
         group=config.group, minor="mn".index(config.minor), epilogue_n=config.epilogue_n,
+        cluster="mn".index(config.cluster) if config.cluster else None,
     )  # fmt: skip
-    blocks = min(core_count(), b * m_tiles * n_tiles)
+    blocks = min(core_count() // (2 if config.cluster else 1), b * math.prod(problem.clusters))
     out = gemm_device.launch(
         lhs, rhs, lhs_scale, rhs_scale, shape=(b, m_out, n_out), dtype=out_dtype, problem=problem, blocks=blocks
     )

@@ -6,6 +6,7 @@ One warpgroup copies tiles into shared memory and never stops between output til
 
 import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +37,14 @@ class Problem:
     group: int  # output tiles along the minor dimension that are visited together, for L2
     minor: int  # that dimension: 0 for m, 1 for n
     epilogue_n: int
+    cluster: int | None  # dimension along which two blocks form a cluster and share a copy: 0 for m, 1 for n, or None
+
+    @property
+    def clusters(self) -> tuple[int, int]:
+        """Clusters (or blocks, where they form none) along m and n."""
+        return tuple(
+            -(-tiles // 2) if axis == self.cluster else tiles for axis, tiles in enumerate((self.m_tiles, self.n_tiles))
+        )
 
     @property
     def warpgroup_m(self) -> int:
@@ -60,10 +69,14 @@ def kernel(
         Returns the number of k tiles.
         """
 
-        @plgpu.nd_loop((p.batch, p.m_tiles * p.n_tiles), collective_axes="block", init_carry=jnp.int32(0))
+        @plgpu.nd_loop((p.batch, math.prod(p.clusters)), collective_axes="block", init_carry=jnp.int32(0))
         def steps(info, *, carry):
             batch, linear = info.index
-            m, n = plgpu.planar_snake(linear, (p.m_tiles, p.n_tiles), p.minor, p.group)
+            m, n = plgpu.planar_snake(linear, p.clusters, p.minor, p.group)
+            if p.cluster == 0:
+                m = 2 * m + lax.axis_index("peer")
+            elif p.cluster == 1:
+                n = 2 * n + lax.axis_index("peer")
             body(batch, m * p.tile_m, n * p.tile_n, carry)
             return carry + p.k_tiles
 
@@ -75,8 +88,15 @@ def kernel(
             slot = lax.rem(step, p.stages)
             pl.when(step >= p.stages)(lambda: plgpu.barrier_wait(empty.at[slot]))
             k = pl.ds(i * p.tile_k, p.tile_k)
-            plgpu.copy_gmem_to_smem(lhs_gmem.at[batch, pl.ds(m, p.tile_m), k], lhs_smem.at[slot], full.at[slot])
-            plgpu.copy_gmem_to_smem(rhs_gmem.at[batch, pl.ds(n, p.tile_n), k], rhs_smem.at[slot], full.at[slot])
+            # Blocks side by side along m read the same tile of rhs, those along n the same of lhs: each copies one half
+            # into the memory of both.
+            copies = (
+                (lhs_gmem.at[batch, pl.ds(m, p.tile_m), k], lhs_smem, 1),
+                (rhs_gmem.at[batch, pl.ds(n, p.tile_n), k], rhs_smem, 0),
+            )
+            for source, target, shared_along in copies:
+                axes = "peer" if p.cluster == shared_along else None
+                plgpu.copy_gmem_to_smem(source, target.at[slot], full.at[slot], collective_axes=axes)
             return _
 
         lax.fori_loop(0, p.k_tiles, load, None)
@@ -164,7 +184,7 @@ def kernel(
 
 
 def launch(lhs, rhs, lhs_scale, rhs_scale, *, shape, dtype, problem: Problem, blocks: int):
-    """Runs the kernel; ``shape`` and ``dtype`` are those of the result [b, m, n]."""
+    """Runs the kernel on ``blocks`` blocks or clusters; ``shape`` and ``dtype`` are those of the result [b, m, n]."""
     p = problem
 
     def tiled(shape, dtype):
@@ -174,6 +194,11 @@ def launch(lhs, rhs, lhs_scale, rhs_scale, *, shape, dtype, problem: Problem, bl
         return plgpu.SMEM(shape, dtype, transforms=(tiling, swizzling))
 
     slots = min(2, p.tile_n // p.epilogue_n)
+    # A slot is free once the consumers of both blocks have read it, since either may copy into it.
+    if p.cluster is None:
+        empty = plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=p.stages)
+    else:
+        empty = plgpu.ClusterBarrier(collective_axes=("peer",), num_arrivals=CONSUMERS, num_barriers=p.stages)
     run = plgpu.kernel(
         functools.partial(kernel, problem=p),
         out_type=jax.ShapeDtypeStruct(shape, dtype),
@@ -182,11 +207,12 @@ def launch(lhs, rhs, lhs_scale, rhs_scale, *, shape, dtype, problem: Problem, bl
             "rhs_smem": tiled((p.stages, p.tile_n, p.tile_k), rhs.dtype),
             "out_smem": tiled((CONSUMERS, slots, p.warpgroup_m, p.epilogue_n), dtype),
             "full": plgpu.Barrier(num_arrivals=2, num_barriers=p.stages),
-            "empty": plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=p.stages),
+            "empty": empty,
             "ahead": plgpu.Barrier(),
         },
         grid=(blocks,),
         grid_names=("block",),
+        **({} if p.cluster is None else {"cluster": (2,), "cluster_names": ("peer",)}),
         num_threads=CONSUMERS + 1,
         thread_name="warpgroup",
         kernel_name="fp4jax_scaled_matmul",

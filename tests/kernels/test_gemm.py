@@ -64,6 +64,13 @@ def test_no_race_while_consumers_are_staggered():
     assert not kernels.races_found()
 
 
+@pytest.mark.parametrize(("cluster", "sizes"), [("m", (300, 40, 500)), ("n", (40, 150, 300)), ("m", (129, 70, 129))])
+def test_blocks_of_a_cluster_share_a_tile(cluster, sizes):
+    args = operands(*sizes)
+    config = GemmConfig(tile_n=64, stages=2, epilogue_n=32, cluster=cluster)
+    np.testing.assert_array_equal(run(args, out_dtype=jnp.float32, config=config), reference(*args, np.float32))
+
+
 def test_scalar_scales_and_vmap():
     lhs, rhs, *_ = operands(40, 24, 64, batch=(2,))
     with kernels.interpret():
