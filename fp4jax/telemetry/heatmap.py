@@ -2,6 +2,7 @@
 
 import os
 import re
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,8 @@ def draw_heatmap(
     """Write a PNG: a row for each kind of layer, a group of columns for each operand, in it a column for each block.
 
     Layers whose paths differ by one number (``layers.0.mlp.up``, ``layers.1.mlp.up``) or that are stacked share a row.
-    Dark is bad. A cell in which nothing was lost is white; one that is not finite is crossed out.
+    Dark is bad. A cell in which nothing was lost is white and says "exact"; one that was not finite, or not measured,
+    is blank.
 
     Args:
         snapshot: from a ``Meter``, ``collect`` or ``read``.
@@ -39,11 +41,42 @@ def draw_heatmap(
         raise ValueError(f"statistic={statistic!r} is none of {', '.join(STATISTICS)}")
     if not snapshot.records:
         raise ValueError("the snapshot holds no records")
+    names, grids = heatmap_grids(snapshot, statistic)
+    label = _LABELS.get(statistic, statistic)
+    draw_grids(
+        path, names, grids, label=label, title=title or f"{label} by layer and operand",
+        high_is_dark=statistic in _HIGH_IS_BAD,
+    )  # fmt: skip
+
+
+def draw_grids(
+    path: str | os.PathLike[str],
+    names: Sequence[str],
+    grids: Mapping[str, np.ndarray],
+    *,
+    label: str,
+    title: str,
+    high_is_dark: bool,
+    form: Callable[[float], str] | None = None,
+) -> None:
+    """Write a PNG of matrices side by side, with common rows and a common scale of colors.
+
+    Args:
+        path: of the PNG.
+        names: of the rows.
+        grids: for each title a float64 [rows, columns]; NaN is left blank, infinity reads "exact".
+        label: of the color bar.
+        title: above the figure.
+        high_is_dark: whether large numbers are dark.
+        form: how a number is written into its cell.
+
+    Raises:
+        ModuleNotFoundError: matplotlib is not installed.
+    """
     require("matplotlib", "drawing a heat map")
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    names, grids = heatmap_grids(snapshot, statistic)
     blocks = next(iter(grids.values())).shape[1]
     finite = np.concatenate([grid[np.isfinite(grid)] for grid in grids.values()])
     low, high = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 1.0)
@@ -52,26 +85,23 @@ def draw_heatmap(
     figure = Figure(figsize=(max(6.0, width), 1.7 + 0.42 * len(names)), dpi=160, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots(1, len(grids), sharey=True, squeeze=False)[0]
-    color_map = "viridis_r" if statistic in _HIGH_IS_BAD else "viridis"
     image = None
-    for axis, (place, grid) in zip(axes, grids.items(), strict=True):
+    for axis, (head, grid) in zip(axes, grids.items(), strict=True):
         shown = np.ma.masked_invalid(grid)
-        image = axis.imshow(shown, cmap=color_map, vmin=low, vmax=high, aspect="auto")
-        axis.set_title(place, fontsize=11)
-        axis.set_xticks(range(blocks) if blocks <= 8 else range(0, blocks, -(-blocks // 8)))
+        colors = "viridis_r" if high_is_dark else "viridis"
+        image = axis.imshow(shown, cmap=colors, vmin=low, vmax=high, aspect="auto")
+        axis.set_title(head, fontsize=11)
+        axis.set_xticks(range(0, blocks, -(-blocks // 8)) if blocks > 1 else [])
         axis.set_xlabel("block" if blocks > 1 else "", fontsize=10)
-        if blocks == 1:
-            axis.set_xticks([])
         axis.tick_params(labelsize=10, length=0)
-        _write_cells(axis, grid, low, high, dark_is_high=statistic in _HIGH_IS_BAD, numbers=blocks <= 8)
+        if blocks <= 8:
+            _write_cells(axis, grid, low, high, form or _short, high_is_dark=high_is_dark)
     axes[0].set_yticks(range(len(names)), names)
     if image is not None:
         bar = figure.colorbar(image, ax=list(axes), pad=0.02, fraction=0.05)
-        bar.set_label(_LABELS.get(statistic, statistic), fontsize=11)
+        bar.set_label(label, fontsize=11)
         bar.ax.tick_params(labelsize=10)
-    figure.suptitle(
-        title or f"{_LABELS.get(statistic, statistic)} by layer and operand", fontsize=12, x=0.01, ha="left"
-    )
+    figure.suptitle(title, fontsize=12, x=0.01, ha="left")
     figure.savefig(path)
 
 
@@ -99,12 +129,18 @@ def _block(record: Record) -> int:
     return int(number[1]) if number else 0
 
 
-def _write_cells(axis: Any, grid: np.ndarray, low: float, high: float, *, dark_is_high: bool, numbers: bool) -> None:
+def _short(value: float) -> str:
+    return f"{value:.1f}" if abs(value) >= 1 else f"{value:.3f}"
+
+
+def _write_cells(
+    axis: Any, grid: np.ndarray, low: float, high: float, form: Callable[[float], str], *, high_is_dark: bool
+) -> None:
     for (row, column), value in np.ndenumerate(grid):
         if np.isposinf(value):
-            axis.text(column, row, "exact" if numbers else "", ha="center", va="center", fontsize=8, color="black")
-        elif np.isfinite(value) and numbers:
+            axis.text(column, row, "exact", ha="center", va="center", fontsize=8, color="black")
+        elif np.isfinite(value):
             share = (value - low) / (high - low) if high > low else 1.0
-            bright = share > 0.6 if not dark_is_high else share < 0.4
-            text = f"{value:.1f}" if abs(value) >= 1 else f"{value:.3f}"
-            axis.text(column, row, text, ha="center", va="center", fontsize=8, color="black" if bright else "white")
+            bright = share < 0.4 if high_is_dark else share > 0.6
+            color = "black" if bright else "white"
+            axis.text(column, row, form(float(value)), ha="center", va="center", fontsize=8, color=color)
