@@ -113,20 +113,16 @@ class Checkpointer:
         """
         self.wait()
         self._require_open()
-        with self._processes.exchange(f"save of step {step}") as exchange:
-            if step < 0:
-                raise ValueError(f"step={step} must be at least 0")
-            newest = max(self._steps.committed(), default=-1)
-            if newest >= step and (self._head is None or self._head >= step):
-                raise ValueError(
-                    f"step {step} cannot be saved in {self.directory}, which already holds step {newest}: steps grow. "
-                    f"To rewind the run, restore a step below {step} first (steps from {step} on are then replaced), "
-                    f"or use another directory"
-                )
-            plain = manifest_tools.plain_metadata(metadata)
-            copies = snapshot(state)
-            if not any(math.prod(copy.data_shape) for copy in copies):
-                raise ValueError(f"the state of step {step} holds no values: {len(copies)} leaves, none with elements")
+        try:
+            with self._processes.exchange(f"save of step {step}") as exchange:
+                self._require_growing(step)
+                plain = manifest_tools.plain_metadata(metadata)
+                copies = snapshot(state)
+                if not any(math.prod(copy.data_shape) for copy in copies):
+                    count = len(copies)
+                    raise ValueError(f"the state of step {step} holds no values: {count} leaves, none with elements")
+        except PeerProblem as problem:
+            raise CheckpointError(f"saving step {step} in {self.directory} failed: {problem}") from problem
         self._head = step
         self._pending = (step, self._thread.submit(self._write, exchange, step, copies, plain))
 
@@ -246,6 +242,17 @@ class Checkpointer:
     def _require_open(self) -> None:
         if self._closed:
             raise ValueError(f"the checkpointer of {self.directory} is closed; make a new one")
+
+    def _require_growing(self, step: int) -> None:
+        if step < 0:
+            raise ValueError(f"step={step} must be at least 0")
+        newest = max(self._steps.committed(), default=-1)
+        if newest >= step and (self._head is None or self._head >= step):
+            raise ValueError(
+                f"step {step} cannot be saved in {self.directory}, which already holds step {newest}: steps grow. "
+                f"To rewind the run, restore a step below {step} first (steps from {step} on are then replaced), "
+                f"or use another directory"
+            )
 
     def _find(self, exchange: Exchange, step: int | None) -> int:
         """The step to restore, as process 0 sees the directory."""

@@ -20,7 +20,7 @@ from jax._src import distributed  # its client has no public name; Orbax reaches
 from fp4jax.train.checkpoint.errors import PeerProblem
 
 _PREFIX = "fp4jax/checkpoint"
-_POLL_SECONDS = 1.0
+_PAUSE_SECONDS = 1.0  # between two looks, and between two signs of life
 # One number a checkpointer, given at its first exchange: one that a single process made just to look takes none.
 _checkpointers = itertools.count()
 
@@ -69,6 +69,7 @@ class Exchange:
         self.index, self.count = processes.index, processes.count
         self._client, self._timeout = processes.client, processes.timeout
         self._key, self._what = key, what
+        self._pause = min(_PAUSE_SECONDS, processes.timeout / 4)
         self._beats, self._next_beat, self._beating = 0, 0.0, threading.Lock()
         self.beat()
 
@@ -89,7 +90,7 @@ class Exchange:
             return
         try:
             self._beats += 1
-            self._next_beat = time.monotonic() + min(_POLL_SECONDS, self._timeout / 4)
+            self._next_beat = time.monotonic() + self._pause
             with _service():
                 message = json.dumps([self._what, self._beats])
                 self._client.key_value_set(self._at("beat", self.index), message, allow_overwrite=True)
@@ -106,7 +107,7 @@ class Exchange:
 
         def tick() -> None:
             with contextlib.suppress(PeerProblem):  # the work's own next message meets the same
-                while not done.wait(min(_POLL_SECONDS, self._timeout / 4)):
+                while not done.wait(self._pause):
                     self.beat()
 
         thread = threading.Thread(target=tick, name="fp4jax-checkpoint-busy")
@@ -135,8 +136,7 @@ class Exchange:
         while True:
             self.beat()
             with _service():
-                milliseconds = int(1000 * min(_POLL_SECONDS, max(deadline - time.monotonic(), 0.01)))
-                found = _get(client.blocking_key_value_get, self._at(topic, process), milliseconds)
+                found = _get(client.blocking_key_value_get, self._at(topic, process), round(1000 * self._pause))
                 if found is not None:
                     return self._value(process, found)
                 failure = _get(client.key_value_try_get, self._at("failed", process))
