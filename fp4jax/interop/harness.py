@@ -63,7 +63,7 @@ class TextScorer:
         if end is None:
             raise InteropError(f"end_of_text={self.end_of_text!r} is no token of the tokenizer")
         self.end: int = end
-        self.length = min(self.max_length or config.max_seq_len, config.max_seq_len)
+        self.length = config.max_seq_len if self.max_length is None else min(self.max_length, config.max_seq_len)
         if self.length < 1 or self.batch_size < 1:
             raise InteropError(f"max_length={self.length} and batch_size={self.batch_size} must be positive")
         self.model.eval()
