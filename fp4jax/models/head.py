@@ -56,7 +56,12 @@ class Head(nnx.Module):
 
 
 def wide_dot_general(
-    lhs: jax.Array, rhs: jax.Array, dimension_numbers: Any, *, preferred_element_type: DTypeLike, out_sharding: Any
+    lhs: jax.Array,
+    rhs: jax.Array,
+    dimension_numbers: Any,
+    *,
+    preferred_element_type: DTypeLike,
+    out_sharding: Any = None,
 ) -> jax.Array:
     """`lax.dot_general` in lhs's dtype with a wider result, whose gradient is multiplied in lhs's dtype as well.
 

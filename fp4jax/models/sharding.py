@@ -65,7 +65,7 @@ def lookup(table: jax.Array, tokens: jax.Array) -> jax.Array:
     return table.at[tokens].get(mode="fill", wrap_negative_indices=False, out_sharding=out)
 
 
-def locally[**P](function: Callable[P, jax.Array], *arrays: jax.Array) -> jax.Array:
+def locally(function: Callable[..., jax.Array], *arrays: jax.Array) -> jax.Array:
     """function(*arrays) on each device by itself, for what mixes no split axes and returns an array like the first.
 
     Attention kernels that XLA cannot partition need it.

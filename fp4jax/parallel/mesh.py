@@ -14,6 +14,7 @@ All are ``AxisType.Explicit``: the sharding of every array is part of its type, 
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
+from typing import Any
 
 import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
@@ -66,12 +67,12 @@ def parse_mesh(text: str) -> dict[str, int]:
     return {name: sizes.get(name, 1) for name in AXES}
 
 
-def make_mesh(shape: str | Mapping[str, int], devices: Sequence[jax.Device] | None = None) -> Mesh:
+def make_mesh(shape: str | Mapping[str, int], devices: Sequence[Any] | None = None) -> Mesh:
     """A mesh of ``AXES``, all Explicit.
 
     Args:
         shape: what ``parse_mesh`` takes or returns.
-        devices: by default all; there must be as many as the sizes multiply to.
+        devices: ``jax.Device``s, by default all; there must be as many as the sizes multiply to.
 
     Returns:
         The mesh. Use it with ``jax.set_mesh``.

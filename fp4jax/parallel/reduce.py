@@ -62,8 +62,8 @@ def fp8_mean(
     Args:
         tree: local gradients: float32, bfloat16 or float16 arrays that vary over ``axis_name``, of any shapes.
         axis_name: mesh axis, or a tuple of them.
-        scale_axes: further mesh axes, over which the leaves are split: each leaf still has one scale. In a ``shard_map``
-            with ``check_vma=False`` only, where a leaf may as well be the same on all of them.
+        scale_axes: further mesh axes, over which the leaves are split: each leaf still has one scale. In a
+            ``shard_map`` with ``check_vma=False`` only, where a leaf may as well be the same on all of them.
         format: ``E4M3`` or ``E5M2``.
         rounding: how to round; ``STOCHASTIC`` draws other noise on each device.
         key: key of the noise, the same on all devices.

@@ -4,7 +4,7 @@ import copy
 import dataclasses
 import functools
 from collections.abc import Generator, Mapping
-from typing import Any, Self
+from typing import Self
 
 import jax
 import numpy as np
@@ -110,8 +110,8 @@ class Arm:
         if reduction != "float32":
             if self.recipe.needs_key:
                 raise ConfigError(
-                    f"reduction={reduction!r} cannot train {recipe!r}, whose noise would depend on the number of devices: "
-                    "take --reduction float32"
+                    f"reduction={reduction!r} cannot train {recipe!r}, whose noise would depend on the number of "
+                    "devices: take --reduction float32"
                 )
             architecture = _architecture(self.model, across_data(self.recipe), settings)
         optimizer = make_optimizer(settings.optimizer, plan.steps)

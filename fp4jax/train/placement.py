@@ -132,8 +132,8 @@ class OnMesh:
 
         Processes that hold the same rows, since "tensor" spans them, have the same part and read the same text.
         """
-        indices = batch_sharding(self.mesh).addressable_devices_indices_map((self.batch_shards,))
-        rows = sorted({row for (where,) in indices.values() for row in range(self.batch_shards)[where]})
+        indices = batch_sharding(self.mesh).addressable_devices_indices_map((self.batch_shards,)).values()
+        rows = sorted({row for index in indices if index for row in range(self.batch_shards)[index[0]]})
         size = len(rows)
         if rows != list(range(rows[0], rows[0] + size)) or rows[0] % size or self.batch_shards % size:
             raise ConfigError(
