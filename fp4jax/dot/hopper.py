@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding
 
@@ -28,7 +29,7 @@ from fp4jax.formats import E4M3
 from fp4jax.outliers import OCC
 from fp4jax.quantize import QuantSpec, find_scales, grid_values
 from fp4jax.recipe import Recipe, Reuse
-from fp4jax.scaling import PerTensor, PerVector
+from fp4jax.scaling import PerTensor, PerVector, Scales
 from fp4jax.typing import Array, Key
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["lhs_transposed", "lhs_scale", "rhs_values", "rhs_scale", "rhs"],
+    data_fields=["lhs_transposed", "lhs_scale", "rhs_values", "rhs_scale", "rhs", "key"],
     meta_fields=["contracted", "rhs_free"],
 )
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +51,7 @@ class Residuals:
         lhs_transposed: [k, m], under lhs_scale [m] or [].
         rhs_values: [k, n], under rhs_scale [n] or [].
         rhs: the weight, where its estimator needs it, else None.
+        key: for stochastic gradients, or None.
         contracted, rhs_free: sizes of the axes that k and n stand for.
     """
 
@@ -58,6 +60,7 @@ class Residuals:
     rhs_values: Array
     rhs_scale: Array
     rhs: Array | None
+    key: Key | None
     contracted: tuple[int, ...]
     rhs_free: tuple[int, ...]
 
@@ -101,7 +104,7 @@ def unsupported(call: Call) -> list[str]:
         if not isinstance(spec, QuantSpec):
             reasons.append(f"{name}={spec!r}")
         else:
-            reasons += [f"{name}: {why}" for why in kernels.quantizer.unsupported(spec)]
+            reasons += [f"{name}: {why}" for why in kernels.quantizer.unsupported(spec, keyed=True)]
             if spec.granularity.axis_name is not None:
                 reasons.append(f"{name}: granularity {spec.granularity!r}")
             if name in ("dgrad.lhs", "wgrad.rhs") and not isinstance(spec.granularity, PerTensor):
@@ -112,6 +115,11 @@ def unsupported(call: Call) -> list[str]:
         reasons.append("a backward product that does not reuse the operand of fprop")
     if not recipe.activation_estimator.is_identity:
         reasons.append(f"activation_estimator={recipe.activation_estimator!r}")
+    if call.lhs_sharding is not None or call.rhs_sharding is not None:  # these two depend on who holds what
+        if recipe.needs_key:
+            reasons.append("stochastic rounding on a mesh")
+        if recipe.outliers is not None and recipe.outliers.quantile == "sampled":
+            reasons.append("a sampled quantile on a mesh")
     reasons += _unsupported_outliers(recipe.outliers, recipe.fprop.lhs)
     return reasons or split.unsupported(call)  # which takes axes in order for granted
 
@@ -136,15 +144,40 @@ def _thresholds(x: Array, occ: OCC, names: split.Names) -> tuple[Array, Array]:
     """lo and hi as the xla backend has them, float32 scalars; over the mesh axes that split x."""
     from fp4jax import kernels
 
-    n = math.prod(x.shape)
-    if names:
-        occ = dataclasses.replace(occ, axis_name=names)
-    elif occ.quantile == "exact" and n and x.dtype in kernels.quantile.DTYPES:
+    n = math.prod(x.shape) * math.prod(lax.axis_size(name) for name in names)
+    if occ.quantile == "exact" and n:
         ranks = int((1 - occ.alpha) * n), min(int(occ.alpha * n), n - 1)
-        lo, hi = (as_float32(v) for v in kernels.order_statistics(x, ranks))
+        lo, hi = (as_float32(v) for v in kernels.order_statistics(x, ranks, names=names))
         return lo, hi
-    lo, hi = outliers.thresholds(x, occ, (-1,))
+    lo, hi = outliers.thresholds(x, dataclasses.replace(occ, axis_name=names or None), (-1,))
     return lo.reshape(()), hi.reshape(())
+
+
+@jax.custom_batching.custom_vmap
+def _own_keys(keys: Key, like: Array) -> Key:
+    """Keys [*lead] for matrices ``like`` [*lead, m, n]; under ``vmap`` each matrix draws noise of its own."""
+    del like
+    return keys
+
+
+@_own_keys.def_vmap
+def _own_keys_vmap(axis_size, in_batched, keys, like):
+    # As fp4jax.rounding.noise has it, so that the noise is the same.
+    keys_batched, like_batched = in_batched
+    if not keys_batched:
+        index = jnp.arange(axis_size, dtype=jnp.uint32).reshape(-1, *[1] * keys.ndim)
+        fold = jax.random.fold_in
+        for _ in range(keys.ndim + 1):
+            fold = jax.vmap(fold)
+        keys = fold(jnp.broadcast_to(keys, (axis_size, *keys.shape)), jnp.broadcast_to(index, (axis_size, *keys.shape)))
+    if not like_batched:
+        like = jnp.broadcast_to(like, (axis_size, *like.shape))
+    return _own_keys(keys, like), True
+
+
+def _key(key: Key | None, spec: QuantSpec, place: int, x: Array) -> Key | None:
+    key = xla.subkey(key, spec, place)
+    return None if key is None else _own_keys(key, x)
 
 
 def _named(spec: QuantSpec, names: split.Names) -> QuantSpec:
@@ -153,16 +186,18 @@ def _named(spec: QuantSpec, names: split.Names) -> QuantSpec:
     return dataclasses.replace(spec, granularity=kind(axis_name=names))
 
 
-def _by_reference(values: Array, scale: Array, spec: QuantSpec) -> "kernels.Quantized":
+def _by_reference(values: Array, scales: Scales, spec: QuantSpec) -> "kernels.Quantized":
     """float32 values and scales of the reference, as the kernels write them."""
     from fp4jax import kernels
 
     held = jnp.where(jnp.isnan(values), jnp.float32(0), values).astype(kernels.quantizer.storage(spec.format))
     shape = () if isinstance(spec.granularity, PerTensor) else (-1,)
-    return kernels.Quantized(held, held.T, scale.reshape(shape))
+    return kernels.Quantized(held, held.T, spec.scale.decode(scales.scale, scales.outer_scale).reshape(shape))
 
 
-def _activation(x: Array, spec: QuantSpec, occ: OCC | None, rows: split.Names, cols: split.Names) -> Any:
+def _activation(
+    x: Array, spec: QuantSpec, occ: OCC | None, rows: split.Names, cols: split.Names, key: Key | None
+) -> Any:
     """A device's part of an activation [m, k] that is split over mesh axes ``rows`` and ``cols``."""
     from fp4jax import kernels
 
@@ -170,14 +205,14 @@ def _activation(x: Array, spec: QuantSpec, occ: OCC | None, rows: split.Names, c
         spec = _named(spec, rows + cols if isinstance(spec.granularity, PerTensor) else cols)
         occ = None if occ is None else dataclasses.replace(occ, axis_name=rows + cols)
         values, scales, _ = xla.quantize_activation(x, spec, (-1,), occ, None)
-        return _by_reference(values, scales.scale, spec)
+        return _by_reference(values, scales, spec)
     if isinstance(spec.granularity, PerTensor):
-        return kernels.quantize_tiles(x, spec, (kernels.Wanted(None, transposed=True),))[0]
+        return kernels.quantize_tiles(x, spec, (kernels.Wanted(None, transposed=True, key=key),))[0]
     thresholds = None if occ is None else _thresholds(x, occ, rows)
-    return kernels.quantize_rows(x, spec, thresholds=thresholds, occ=occ, transpose=True)
+    return kernels.quantize_rows(x, spec, thresholds=thresholds, occ=occ, transpose=True, key=key)
 
 
-def _weight(w: Array, spec: QuantSpec, rows: split.Names, cols: split.Names) -> Any:
+def _weight(w: Array, spec: QuantSpec, rows: split.Names, cols: split.Names, key: Key | None) -> Any:
     """A device's part of a weight [k, n] that is split over mesh axes ``rows`` and ``cols``."""
     from fp4jax import kernels
 
@@ -186,8 +221,9 @@ def _weight(w: Array, spec: QuantSpec, rows: split.Names, cols: split.Names) -> 
         spec = _named(spec, rows + cols if per_tensor else rows)
         value = as_float32(w)
         scales = find_scales(value, spec, (-2,))
-        return _by_reference(grid_values(value, scales, spec, (-2,), None), scales.scale, spec)
-    return kernels.quantize_tiles(w, spec, (kernels.Wanted(None if per_tensor else 1, transposed=True),))[0]
+        return _by_reference(grid_values(value, scales, spec, (-2,), None), scales, spec)
+    wanted = kernels.Wanted(None if per_tensor else 1, transposed=True, key=key)
+    return kernels.quantize_tiles(w, spec, (wanted,))[0]
 
 
 def _quantized_specs(rows: split.Names, cols: split.Names, scale: split.Names | None) -> Any:
@@ -199,7 +235,6 @@ def _quantized_specs(rows: split.Names, cols: split.Names, scale: split.Names | 
 
 def quantize_lhs(lhs: Array, recipe: Recipe, axis: tuple[int, ...], key: Key | None) -> "kernels.Quantized":
     """The activation as values [m, k], the same transposed, and scales [m] or []."""
-    del key  # no quantizer of this backend draws noise
     spec = recipe.activation_spec
     assert spec is not None  # as unsupported checks
     layout, free = split.Layout.of(explicit_sharding(lhs), lhs.ndim), lhs.ndim - len(axis)
@@ -207,7 +242,7 @@ def quantize_lhs(lhs: Array, recipe: Recipe, axis: tuple[int, ...], key: Key | N
 
     def local(x):
         flat = x.reshape(math.prod(x.shape[:free]), math.prod(x.shape[free:]))
-        return _activation(flat, spec, recipe.outliers, rows, cols)
+        return _activation(flat, spec, recipe.outliers, rows, cols, _key(key, spec, xla.FPROP_LHS, flat))
 
     specs = _quantized_specs(rows, cols, None if isinstance(spec.granularity, PerTensor) else rows)
     q = split.run(layout.mesh, local, layout.spec, specs)(lhs)
@@ -216,7 +251,6 @@ def quantize_lhs(lhs: Array, recipe: Recipe, axis: tuple[int, ...], key: Key | N
 
 def quantize_rhs(rhs: Array, recipe: Recipe, axis: tuple[int, ...], key: Key | None) -> "kernels.Quantized":
     """The weight as values [k, n], the same transposed, and scales [n] or []."""
-    del key
     spec = recipe.weight_spec
     assert spec is not None
     layout, count = split.Layout.of(explicit_sharding(rhs), rhs.ndim), len(axis)
@@ -224,7 +258,7 @@ def quantize_rhs(rhs: Array, recipe: Recipe, axis: tuple[int, ...], key: Key | N
 
     def local(w):
         flat = w.reshape(math.prod(w.shape[:count]), math.prod(w.shape[count:]))
-        return _weight(flat, spec, rows, cols)
+        return _weight(flat, spec, rows, cols, _key(key, spec, xla.FPROP_RHS, flat))
 
     specs = _quantized_specs(rows, cols, None if isinstance(spec.granularity, PerTensor) else cols)
     q = split.run(layout.mesh, local, layout.spec, specs)(rhs)
@@ -244,7 +278,8 @@ def _gradients(residuals: Residuals, g: Array, call: Call) -> "tuple[kernels.Qua
 
     def local(g, lhs_scale, rhs_scale):
         g = g.reshape(math.prod(g.shape[:free]), math.prod(g.shape[free:]))
-        return _gradient(g, lhs_scale, rhs_scale, spec, parts.m + parts.n)
+        keys = [_key(residuals.key, spec, place, g) for place in (xla.DGRAD_LHS, xla.WGRAD_RHS)]
+        return _gradient(g, lhs_scale, rhs_scale, spec, parts.m + parts.n, keys)
 
     scale_specs = [
         split.spec(names) if scale.ndim else split.spec()
@@ -256,7 +291,9 @@ def _gradients(residuals: Residuals, g: Array, call: Call) -> "tuple[kernels.Qua
     return f(g, residuals.lhs_scale, residuals.rhs_scale)
 
 
-def _gradient(g: Array, lhs_scale: Array, rhs_scale: Array, spec: QuantSpec, names: split.Names) -> Any:
+def _gradient(
+    g: Array, lhs_scale: Array, rhs_scale: Array, spec: QuantSpec, names: split.Names, keys: list[Key | None]
+) -> Any:
     """A device's part of both quantized gradients; ``names`` are the mesh axes that split dY."""
     from fp4jax import kernels
 
@@ -266,11 +303,11 @@ def _gradient(g: Array, lhs_scale: Array, rhs_scale: Array, spec: QuantSpec, nam
         for fold in (rhs_scale, lhs_scale[:, None] if lhs_scale.ndim else lhs_scale):
             value = multiply(as_float32(g), fold)
             scales = find_scales(value, spec, (-1,))
-            found.append(_by_reference(grid_values(value, scales, spec, (-1,), None), scales.scale, spec))
+            found.append(_by_reference(grid_values(value, scales, spec, (-1,), None), scales, spec))
         return found[0]._replace(transposed=None), found[1]._replace(values=None)
     wanted = (
-        kernels.Wanted(None, jnp.broadcast_to(rhs_scale, (n,)), 1),
-        kernels.Wanted(None, jnp.broadcast_to(lhs_scale, (m,)), 0, plain=False, transposed=True),
+        kernels.Wanted(None, jnp.broadcast_to(rhs_scale, (n,)), 1, key=keys[0]),
+        kernels.Wanted(None, jnp.broadcast_to(lhs_scale, (m,)), 0, plain=False, transposed=True, key=keys[1]),
     )
     first, second = kernels.quantize_tiles(g, spec, wanted)
     return first, second
@@ -313,7 +350,6 @@ def fprop(
     lhs: Array, rhs: Array, x: "kernels.Quantized", w: "kernels.Quantized", key: Key | None, call: Call
 ) -> tuple[Array, Residuals]:
     """Y, and what backward needs."""
-    del key
     assert x.values is not None
     assert x.transposed is not None
     assert w.values is not None
@@ -330,6 +366,7 @@ def fprop(
         rhs_values=w.values,
         rhs_scale=w.scale,
         rhs=None if call.recipe.weight_estimator.is_identity else rhs,
+        key=key,
         contracted=contracted,
         rhs_free=rhs_free,
     )

@@ -31,7 +31,7 @@ from fp4jax.typing import Array, DimensionNumbers, Key
 
 LHS_NAME, RHS_NAME = "fp4jax_lhs", "fp4jax_rhs"  # names of the quantized residuals, for remat policies
 
-_FPROP_LHS, _FPROP_RHS, _DGRAD_LHS, _DGRAD_RHS, _WGRAD_LHS, _WGRAD_RHS = range(6)
+FPROP_LHS, FPROP_RHS, DGRAD_LHS, DGRAD_RHS, WGRAD_LHS, WGRAD_RHS = range(6)  # each quantizer folds in its own
 
 
 class Operand(NamedTuple):
@@ -92,7 +92,8 @@ def unsupported(call: Call) -> list[str]:
 # --- quantizing the operands -------------------------------------------------------------------------------------
 
 
-def _subkey(key: Key | None, spec: QuantSpec, place: int) -> Key | None:
+def subkey(key: Key | None, spec: QuantSpec, place: int) -> Key | None:
+    """The key of the quantizer at ``place``, such as ``FPROP_LHS``; None for one that draws no noise."""
     return jax.random.fold_in(key, place) if key is not None and spec.needs_key else None
 
 
@@ -225,7 +226,7 @@ def quantize_lhs(lhs: Array, recipe: Recipe, axis: tuple[int, ...], key: Key | N
     spec = recipe.activation_spec
     if spec is None:
         return None
-    values, scales, delta = quantize_activation(lhs, spec, axis, recipe.outliers, _subkey(key, spec, _FPROP_LHS))
+    values, scales, delta = quantize_activation(lhs, spec, axis, recipe.outliers, subkey(key, spec, FPROP_LHS))
     operand = _operand(values, scales, spec, axis, _activation_format(recipe))
     kept = kept_scale = None
     if isinstance(recipe.wgrad.lhs, Reuse):
@@ -242,7 +243,7 @@ def quantize_rhs(rhs: Array, recipe: Recipe, axis: tuple[int, ...], key: Key | N
         return None
     value = as_float32(rhs)
     scales = find_scales(value, spec, axis)
-    values = grid_values(value, scales, spec, axis, _subkey(key, spec, _FPROP_RHS))
+    values = grid_values(value, scales, spec, axis, subkey(key, spec, FPROP_RHS))
     operand = _operand(values, scales, spec, axis, spec.format)
     kept = kept_scale = None
     if isinstance(recipe.dgrad.rhs, Reuse):
@@ -290,7 +291,7 @@ def _gradient(g: Array, spec: RecipeOperand, axis: tuple[int, ...], place: int, 
     if not isinstance(spec, QuantSpec):
         # Not float16: a scale folded in can take a gradient out of its range.
         return Operand(g.astype(jnp.bfloat16) if call.lhs_dtype == jnp.bfloat16 else g, None)
-    return _quantized(g, spec, _negative(axis, g.ndim), _subkey(key, spec, place))
+    return _quantized(g, spec, _negative(axis, g.ndim), subkey(key, spec, place))
 
 
 def dgrad(residuals: Residuals, g: Array, call: Call) -> Array:
@@ -303,11 +304,11 @@ def dgrad(residuals: Residuals, g: Array, call: Call) -> Array:
         weight = Operand(_kept(residuals.rhs_values, recipe.weight_spec.format), None)
     elif isinstance(spec, QuantSpec):
         axis = _negative(geometry.rhs_free, geometry.rhs_ndim)
-        weight = _quantized(as_float32(residuals.rhs), spec, axis, _subkey(residuals.key, spec, _DGRAD_RHS))
+        weight = _quantized(as_float32(residuals.rhs), spec, axis, subkey(residuals.key, spec, DGRAD_RHS))
     else:
         weight = _high(residuals.rhs, call)
     folded = _folded(as_float32(g), scale, 1, call)
-    gradient = _gradient(folded, recipe.dgrad.lhs, geometry.out_rhs, _DGRAD_LHS, residuals.key, call)
+    gradient = _gradient(folded, recipe.dgrad.lhs, geometry.out_rhs, DGRAD_LHS, residuals.key, call)
     out_sharding = permuted(call.lhs_sharding, geometry.dgrad_axes)
     out = restore(_multiply(gradient, weight, geometry.dgrad, call, "dgrad", out_sharding), geometry.dgrad_axes)
     if not recipe.activation_estimator.is_identity:
@@ -338,15 +339,13 @@ def wgrad(residuals: Residuals, g: Array, call: Call) -> Array:
         activation = Operand(_kept(residuals.lhs_values, _activation_format(recipe)), None)
     elif isinstance(spec, QuantSpec):
         axis = _negative(geometry.lhs_free, geometry.lhs_ndim)
-        key = _subkey(residuals.key, spec, _WGRAD_LHS)
+        key = subkey(residuals.key, spec, WGRAD_LHS)
         clamp_axis = _negative(geometry.lhs_contract, geometry.lhs_ndim)
         values, scales, _ = quantize_activation(residuals.lhs, spec, axis, recipe.outliers, key, clamp_axis)
         activation = _operand(values, scales, spec, axis, _activation_format(recipe))
     else:
         activation = _high(residuals.lhs, call)
-    gradient = _gradient(
-        _folded(g, scale, 0, call), recipe.wgrad.rhs, geometry.out_lhs, _WGRAD_RHS, residuals.key, call
-    )
+    gradient = _gradient(_folded(g, scale, 0, call), recipe.wgrad.rhs, geometry.out_lhs, WGRAD_RHS, residuals.key, call)
     out_sharding = permuted(call.rhs_sharding, geometry.wgrad_axes)
     out = _multiply(activation, gradient, geometry.wgrad, call, "wgrad", out_sharding)
     if residuals.delta is not None:

@@ -74,7 +74,7 @@ def test_operands_are_those_of_the_reference(name):
         same(np.asarray(got.scale).ravel(), np.asarray(want.operand.scale).ravel())
     spec = recipe.dgrad.lhs
     row = lhs.scale[:, None] if lhs.scale.ndim else lhs.scale
-    gradients = jax.jit(hopper._gradient, static_argnums=(3, 4))(g, lhs.scale, rhs.scale, spec, ())
+    gradients = jax.jit(hopper._gradient, static_argnums=(3, 4))(g, lhs.scale, rhs.scale, spec, (), [None, None])
     for got, fold in zip(gradients, (rhs.scale, row), strict=True):
         want = fp4jax.quantize(multiply(as_float32(g), fold), spec, axis=-1)
         values = got.values if got.values is not None else got.transposed.T
