@@ -148,6 +148,20 @@ def _sensitivity(arguments: Arguments, console: Console) -> int:
     return 0
 
 
+def _export(arguments: Arguments, console: Console) -> int:
+    from fp4jax.train.export import ExportConfig
+
+    config = _parse(ExportConfig, "export", arguments).resolved()
+    from fp4jax.train.checkpoint import CheckpointError
+    from fp4jax.train.export import export
+
+    try:
+        export(config, console)
+    except CheckpointError as error:
+        return _fail(str(error))
+    return 0
+
+
 def _recipes(arguments: Arguments, console: Console) -> int:
     if arguments and arguments[0] in ("-h", "--help"):
         console.print(f"usage: fp4jax recipes\n\n{COMMANDS['recipes'].help}", highlight=False)
@@ -188,6 +202,7 @@ COMMANDS: dict[str, Command] = {
     "train": Command("Train a LLaMA of any size under one recipe; checkpoints, bit-equal resume.", _train),
     "eval": Command("Perplexity of a trained model under recipes, by source of the text.", _eval),
     "sensitivity": Command("Quantize one layer at a time, and rank layers by what it does to the loss.", _sensitivity),
+    "export": Command("Write a trained model for transformers, or packed at four bits a weight.", _export),
     "recipes": Command("List the recipes: what each quantizes, and its knobs.", _recipes),
     "data prepare": Command("Train a tokenizer on text files, and write them as tokens.", _data_prepare),
 }

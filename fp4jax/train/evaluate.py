@@ -19,7 +19,7 @@ from fp4jax.recipes import RECIPES
 from fp4jax.train.config import to_json
 from fp4jax.train.data import Corpus, DataOptions, DocumentRule, validation_batches
 from fp4jax.train.errors import ConfigError
-from fp4jax.train.model_files import open_model
+from fp4jax.train.model_files import open_model, read_text
 from fp4jax.train.naming import parse_recipe
 from fp4jax.train.rundir import circumstances, write_json
 from fp4jax.train.step import Architecture, Params, make_validation_step
@@ -128,7 +128,8 @@ def evaluate(config: EvalConfig, console: Console) -> dict[str, Scores]:
     config = config.resolved()
     given = config.text or config.tokenizer
     text = DataOptions(text=config.text, tokenizer=config.tokenizer, documents=config.documents) if given else None
-    model = open_model(config.model, text=text, step=config.step, dtype=config.dtype)
+    model = open_model(config.model, step=config.step, dtype=config.dtype)
+    corpus = read_text(model, text)
     seq_len = config.seq_len or model.seq_len
     if seq_len > model.config.max_seq_len:
         raise ConfigError(f"seq_len={seq_len} is more than the {model.config.max_seq_len} that {model.name!r} takes")
@@ -137,7 +138,7 @@ def evaluate(config: EvalConfig, console: Console) -> dict[str, Scores]:
     for name in config.recipes:
         rules = recipe_rules(parse_recipe(name), config.high_precision)
         results[name] = score(
-            model.config, params, rules, model.corpus, seq_len=seq_len, batch_size=config.batch_size,
+            model.config, params, rules, corpus, seq_len=seq_len, batch_size=config.batch_size,
             max_tokens=config.max_tokens, backend=config.backend,
         )  # fmt: skip
         whole = results[name]["all"]

@@ -25,23 +25,23 @@ from fp4jax.train.step import Params
 
 @dataclasses.dataclass(frozen=True)
 class TrainedModel:
-    """A model that came from a folder or file, and how it reads text.
+    """A model that came from a folder or file.
 
     Args:
         name: what it was found under, and the step of a run.
         config: its shape.
         params: nested dicts of float32 arrays.
-        corpus: the text asked for, in the model's own tokens.
-        tokenizer: its `tokenizers.Tokenizer`; None for bytes.
-        seq_len: tokens in a sequence that it was trained on, or may be given.
+        tokenizer: its `tokenizers.Tokenizer`; None where there is none, as for a model of bytes.
+        seq_len: tokens in a sequence of its run; else as many as it takes, up to 1024.
+        data: the text of its run.
     """
 
     name: str
     config: LlamaConfig
     params: Params
-    corpus: Corpus
     tokenizer: Any
     seq_len: int
+    data: DataOptions | None = None
 
 
 @contextlib.contextmanager
@@ -55,33 +55,57 @@ def readable_errors() -> Iterator[None]:
         raise ConfigError(str(error)) from error
 
 
-def open_model(
-    path: str, *, text: DataOptions | None = None, step: int | None = None, dtype: Any = None
-) -> TrainedModel:
+def open_model(path: str, *, step: int | None = None, dtype: Any = None) -> TrainedModel:
     """Find out what lies at `path`, and read it.
 
     Args:
         path: a run folder, a Hugging Face folder, a folder of packed weights, a .gguf file, or "smollm2".
-        text: what to read in the model's tokens. None is the held-out text of a run, or the novels in the package.
         step: of a run's checkpoint; None is the newest.
         dtype: of the activations; None is the run's own, or bfloat16.
 
     Raises:
         ConfigError: no model there, one that cannot be used, a step of what is no run.
-        DataError: unusable text.
-        CheckpointError: the checkpoint is damaged, or does not fit the text's vocabulary.
+        CheckpointError: the checkpoint is damaged, or not of the model that the settings say.
         MissingPackageError: an optional package is absent.
     """
     if (settings := _run_settings(Path(path))) is not None:
-        return _open_run(Path(path), settings, text, step, dtype)
+        return _open_run(Path(path), settings, step, dtype)
     if step is not None:
         raise ConfigError(f"step={step}: {path!r} is no run of `fp4jax train`, and has no checkpoints")
     with readable_errors():
         config, params, tokenizer = interop.initial_params(path, **({} if dtype is None else {"dtype": dtype}))
-    corpus = _read(text or DataOptions(), tokenizer, path, bytes_will_do=config.vocab_size == ByteTokenizer.vocab_size)
-    if corpus.vocab_size > config.vocab_size:
-        raise ConfigError(f"the text has {corpus.vocab_size} different tokens, and {path!r} knows {config.vocab_size}")
-    return TrainedModel(path, config, params, corpus, tokenizer, min(config.max_seq_len, 1024))
+    return TrainedModel(path, config, params, tokenizer, min(config.max_seq_len, 1024))
+
+
+def read_text(model: TrainedModel, text: DataOptions | None = None) -> Corpus:
+    """A text in the tokens of a model.
+
+    Args:
+        model: from `open_model`.
+        text: which. None is what the model's run held out, or the novels in the package. A tokenizer it names, or one
+            that a prepared folder has, takes the place of the model's.
+
+    Raises:
+        ConfigError: the model has no tokenizer, or fewer tokens than the text.
+        DataError: unusable text.
+    """
+    if text is None and model.data is not None:
+        return Text.load(model.data).split.validation
+    text = text or DataOptions()
+    if text.tokenizer is not None or _is_prepared(text):
+        corpus = load(text)
+    elif model.tokenizer is not None:
+        with tempfile.TemporaryDirectory() as scratch:
+            file = Path(scratch) / TOKENIZER
+            model.tokenizer.save(str(file))
+            corpus = load(dataclasses.replace(text, tokenizer=file))
+    elif model.config.vocab_size == ByteTokenizer.vocab_size:
+        corpus = load(text)
+    else:
+        raise ConfigError(f"{model.name!r} has no tokenizer.json beside it: say tokenizer=FILE")
+    if corpus.vocab_size > (known := model.config.vocab_size):
+        raise ConfigError(f"the text has {corpus.vocab_size} different tokens, and {model.name!r} knows {known}")
+    return corpus
 
 
 def from_json[T](kind: type[T], values: Any, where: str) -> T:
@@ -127,46 +151,23 @@ def _run_settings(folder: Path) -> TrainConfig | None:
     return from_json(TrainConfig, record["settings"], str(folder / CONFIG)).resolved()
 
 
-def _open_run(
-    folder: Path, settings: TrainConfig, text: DataOptions | None, step: int | None, dtype: Any
-) -> TrainedModel:
-    own = settings.data
+def _open_run(folder: Path, settings: TrainConfig, step: int | None, dtype: Any) -> TrainedModel:
+    data, file = settings.data, _tokenizer_file(settings.data)
     if dtype is not None:
         settings = dataclasses.replace(settings, model=dataclasses.replace(settings.model, dtype=dtype))
-    if text is None:
-        corpus = Text.load(own).split.validation
-    elif text.tokenizer is not None or _is_prepared(text):
-        corpus = load(text)
-    else:
-        corpus = load(dataclasses.replace(text, tokenizer=_tokenizer_file(own)))
-    # The state is restored into the shapes that training gave it; they depend on the text by its vocabulary alone.
-    settings = dataclasses.replace(settings, loop=dataclasses.replace(settings.loop, deterministic=False))
-    vocabulary = embedded(tokenizer=_tokenizer_file(own))
-    arm = Arm(settings, settings.recipe, (settings.seed,), Text(Split(vocabulary, vocabulary), vocabulary.fingerprint))
-    if corpus.vocab_size != arm.model.vocab_size:
-        raise ConfigError(f"the text has a vocabulary of {corpus.vocab_size}, and the run of {arm.model.vocab_size}")
+    # The state is restored into the shapes that training gave it. They depend on the text by its vocabulary alone, so
+    # that a run can be opened where its text no longer is.
+    stand_in = embedded(tokenizer=file)
+    arm = Arm(settings, settings.recipe, (settings.seed,), Text(Split(stand_in, stand_in), stand_in.fingerprint))
     with Checkpointer(folder / CHECKPOINTS) as checkpointer:
         try:
             step = checkpointer.latest() if step is None else step
             state, _ = checkpointer.restore(arm.abstract_state, step)
         except FileNotFoundError as error:
             raise ConfigError(f"{str(folder)!r}: {error}") from error
-    file = _tokenizer_file(own)
     with readable_errors():
         tokenizer = None if file is None else interop.load_tokenizer(file)
-    return TrainedModel(f"{folder}, step {step}", arm.model, state.params, corpus, tokenizer, settings.plan.seq_len)
-
-
-def _read(text: DataOptions, tokenizer: Any, path: str, *, bytes_will_do: bool) -> Corpus:
-    """The text in the tokens of `tokenizer`, unless the text brings its own."""
-    if text.tokenizer is not None or _is_prepared(text) or (tokenizer is None and bytes_will_do):
-        return load(text)
-    if tokenizer is None:
-        raise ConfigError(f"{path!r} has no tokenizer.json beside it: say tokenizer=FILE")
-    with tempfile.TemporaryDirectory() as scratch:
-        file = Path(scratch) / TOKENIZER
-        tokenizer.save(str(file))
-        return load(dataclasses.replace(text, tokenizer=file))
+    return TrainedModel(f"{folder}, step {step}", arm.model, state.params, tokenizer, settings.plan.seq_len, data)
 
 
 def _tokenizer_file(data: DataOptions) -> Path | None:
