@@ -21,7 +21,11 @@ from checkpoint_states import assert_same, like_of, mesh_of, sharded_state
 
 from fp4jax.train.checkpoint import Checkpointer, DamagedCheckpointError
 from fp4jax.train.checkpoint import processes as processes_module
+from fp4jax.train.checkpoint.directory import StepDirectory
 from fp4jax.train.checkpoint.errors import PeerProblem
+from fp4jax.train.checkpoint.snapshot import snapshot
+from fp4jax.train.checkpoint.storage import ArrayStore
+from fp4jax.train.checkpoint.writing import StepWriter
 
 PROCESS = Path(__file__).with_name("checkpoint_process.py")
 
@@ -158,14 +162,17 @@ class _Service:
 
 @pytest.fixture
 def processes(monkeypatch):
+    """The service, and three processes of which each is at the start of a run."""
+    jax.devices()  # JAX's own use of its client comes before it is replaced
     service, made = _Service(), []
-    monkeypatch.setattr(processes_module.distributed.global_state, "client", service)
     monkeypatch.setattr(jax, "process_count", lambda: 3)
     for index in range(3):
-        monkeypatch.setattr(jax, "process_index", lambda index=index: index)
-        monkeypatch.setattr(processes_module, "_checkpointers", iter([0]))
-        made.append(processes_module.Processes(timeout=0.8))
-        made[-1].exchange("start")
+        with monkeypatch.context() as patch:
+            patch.setattr(processes_module.distributed.global_state, "client", service)
+            patch.setattr(jax, "process_index", lambda index=index: index)
+            patch.setattr(processes_module, "_checkpointers", iter([0]))
+            made.append(processes_module.Processes(timeout=0.8))
+            made[-1].exchange("start")
     return service, made
 
 
@@ -234,3 +241,28 @@ def test_a_service_that_is_gone_is_named(processes, monkeypatch):
     monkeypatch.setattr(service, "blocking_key_value_get", unavailable)
     with pytest.raises(PeerProblem, match=r"service, which runs in process 0, does not answer \(UNAVAILABLE: fai"):
         exchange.hear(1, "part")
+
+
+def _write_in_each(processes, roots, step):
+    def write(process, root):
+        state = {"w": np.full(3, step), "b": np.arange(4.0)}
+        writer = StepWriter(StepDirectory(root), ArrayStore(), keep=None, keep_every=None)
+        try:
+            writer.write(process.exchange(f"save of step {step}"), step, snapshot(state), {})
+        except PeerProblem as problem:
+            return str(problem)
+
+    with ThreadPoolExecutor(len(processes)) as pool:
+        return list(pool.map(write, processes, roots))
+
+
+def test_a_directory_that_is_not_shared_is_named(processes, tmp_path):
+    _, made = processes
+    shared, other = tmp_path / "shared", tmp_path / "other"
+    assert _write_in_each(made, [shared] * 3, 1) == [None] * 3
+    found = _write_in_each(made, [shared, shared, other], 2)
+    assert f"process 2 does not see {other / '.building-2-'}" in found[2]
+    assert "must be on a file system that all processes share" in found[2]
+    assert found == [found[2]] * 3  # in the words of the process that cannot see it
+    assert StepDirectory(shared).committed() == [1]
+    assert sorted(path.name for path in (shared / "1").iterdir()) == ["fp4jax.json", "part.0", "part.1", "part.2"]
