@@ -1,10 +1,13 @@
-"""The "hopper" backend, interpreted on the CPU, against the xla backend: forward and both gradients."""
+"""The "hopper" backend, interpreted on the CPU, against the xla backend: forward and both gradients.
+
+``tests/test_conformance_dot.py`` compares it with the NumPy model recipe by recipe, ``tests/dot/test_hopper.py`` tests
+it on meshes.
+"""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tolerances
 
 import fp4jax
 from fp4jax import kernels
@@ -44,7 +47,7 @@ def test_exact_sums_are_equal_bit_for_bit():
 
 
 def test_exact_thresholds_are_those_of_the_xla_backend():
-    x = np.random.default_rng(0).standard_t(1, (50, 401))
+    x = np.random.default_rng(0).standard_t(1, (12, 101))
     x[::2] = 0.5  # many equal values
     x = jnp.asarray(x, jnp.float32).astype(jnp.bfloat16)
     occ = fp4jax.OCC(0.99)
@@ -56,16 +59,6 @@ def test_exact_thresholds_are_those_of_the_xla_backend():
         assert value == want.reshape(())
 
 
-def test_other_sums_within_the_table():
-    recipe = recipes.w8a4(alpha=None, activation=fp4jax.PerTensor())
-    x, w, g = (np.abs(np.asarray(v)) for v in inputs(jnp.float32))
-    # A quantized operand is at most twice its input, so four times these bound the sums of magnitudes.
-    masses = (np.einsum("bthd,hdn->btn", x, w), np.einsum("btn,hdn->bthd", g, w), np.einsum("bthd,btn->hdn", x, g))
-    for want, got, mass, k in zip(*both(recipe, jnp.float32), masses, (48, 33, 40), strict=True):
-        want, got = np.asarray(want), np.asarray(got)
-        assert np.all(np.abs(got - want) <= 2 * tolerances.product_bound(want, 4 * mass, k, "float32"))
-
-
 def test_what_it_does_not_support_is_listed():
     x, w = jnp.ones((4, 8), jnp.float32), jnp.ones((8, 2), jnp.float32)
     dims = (((1,), (0,)), ((), ()))
@@ -74,7 +67,7 @@ def test_what_it_does_not_support_is_listed():
     ):
         fp4jax.dot_general(x, w, dims, recipe=recipes.fp4(), backend="hopper")
     cases = {
-        "fprop.lhs: scale rule PowerOfTwo": recipes.fp4_release(),
+        r"fprop.lhs: granularity PerBlock\(size=16\)": recipes.fp4_vector(activation=fp4jax.PerBlock(16)),
         "dgrad.lhs=None": recipes.fp4(gradient=None),
         r"outliers=OCC\(.*scope='vector'": recipes.fp4(scope="vector"),
     }
