@@ -85,7 +85,6 @@ class Arm:
         seeds: one trains alone. Several train side by side: every array has a leading axis [S].
         text: from `Text.load`.
         placement: where arrays live; by default the first device. Create and use the arm inside its `active()`.
-        reduction: see `fp4jax.train.gradient`.
 
     Raises:
         ConfigError: settings that do not fit together.
@@ -99,13 +98,13 @@ class Arm:
         seeds: tuple[int, ...],
         text: Text,
         placement: Placement | None = None,
-        reduction: str = "float32",
     ):
         self.label, self.seeds, self.text = recipe, seeds, text
         self.recipe = parse_recipe(recipe)
         self.plan = plan = settings.plan
         self.placement = placement or SingleDevice()
         self.model = settings.model.build(text.vocab_size, plan.seq_len)
+        reduction = settings.optimizer.reduction
         self.architecture = architecture = _architecture(self.model, self.recipe, settings)
         if reduction != "float32":
             if self.recipe.needs_key:

@@ -108,6 +108,8 @@ class OptimizerOptions:
     """Decoupled decay of every matrix: kernels, embedding table and head, not the scales of norms."""
     clip_norm: float = 1.0
     """Gradients of a larger global norm are scaled down to it. 0 clips nothing."""
+    reduction: Literal["float32", "bfloat16", "fp8"] = "float32"
+    """What gradients are sent in when they are averaged over the mesh axis data (fp4jax train --mesh)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -138,8 +140,6 @@ class DistributedOptions:
 
     mesh: str | None = None
     """How to use all devices: data=2,fsdp=2,tensor=2, or some of these (docs/distributed.md). By default the first."""
-    reduction: Literal["float32", "bfloat16", "fp8"] = "float32"
-    """What gradients are sent in when they are averaged over the mesh axis data."""
     distributed: bool = False
     """One of several processes, started by SLURM, Open MPI or Kubernetes, which JAX asks for addresses and ranks."""
     coordinator: str | None = None
@@ -268,6 +268,10 @@ class CompareConfig(Settings):
     def resolved(self) -> Self:
         """See `Settings.resolved`."""
         config = super().resolved()
+        if config.optimizer.reduction != "float32":
+            raise ConfigError(
+                f"reduction={config.optimizer.reduction!r} is for fp4jax train --mesh: compare uses a device"
+            )
         for name, values in (("recipes", config.recipes), ("seeds", config.seeds)):
             if not values or len(set(values)) != len(values):
                 raise ConfigError(f"{name}={values} must name at least one, and none twice")
@@ -338,13 +342,13 @@ def _check_devices(config: TrainConfig) -> None:
             f"batch_size={config.loop.batch_size} / accumulate={config.loop.accumulate} must be a multiple of "
             f"data · fsdp = {shards}, the devices that share a batch"
         )
-    if options.reduction != "float32":
+    if (reduction := config.optimizer.reduction) != "float32":
         if sizes["data"] == 1:
-            raise ConfigError(f"reduction={options.reduction!r} needs several devices along data: --mesh data=2, say")
+            raise ConfigError(f"reduction={reduction!r} needs several devices along data: --mesh data=2, say")
         if sizes["fsdp"] > 1 and sizes["tensor"] > 1:
             # XLA's partitioner aborts on the mixture of manual and automatic axes (jaxlib 0.11.2).
             raise ConfigError(
-                f"reduction={options.reduction!r} goes with data and one of fsdp and tensor, not with "
+                f"reduction={reduction!r} goes with data and one of fsdp and tensor, not with "
                 f"mesh={options.mesh!r}: take --reduction float32"
             )
 

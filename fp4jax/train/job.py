@@ -76,7 +76,7 @@ def _train(config: TrainConfig, placement: Placement, console: Console) -> tuple
     if options.resume_step is not None and config.out and not (config.out / CHECKPOINTS).is_dir():
         raise ConfigError(f"resume_step={options.resume_step}: there is no checkpoint in {config.out / CHECKPOINTS}")
     text = Text.load(config.data)
-    arm = Arm(config, config.recipe, (config.seed,), text, placement, config.devices.reduction)
+    arm = Arm(config, config.recipe, (config.seed,), text, placement)
 
     def folder_of_run() -> str:
         return str(open_run(config, "train", out=config.out, fingerprint=text.fingerprint, resume=options.resume))

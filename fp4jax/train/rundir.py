@@ -14,7 +14,7 @@ from fp4jax.train.config import Settings, to_json
 from fp4jax.train.errors import ConfigError
 
 CONFIG = "config.json"
-_MAY_DIFFER = ("out", "checkpoint")
+_MAY_DIFFER = ("out", "checkpoint", "devices")
 """Settings that a resume may change: they say where and how often, not what is computed."""
 
 
