@@ -31,9 +31,7 @@ class Run:
     time_limit: float | None = None
     """Seconds: no piece is started that would not fit."""
     tokens_per_second: float = 5e5
-    """What is assumed of the device until a piece has been measured, all seeds together."""
-    ahead: int = 3
-    """How many pieces to compile while one trains."""
+    """What is assumed until a piece has been measured: all seeds together, compilation included."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +83,7 @@ def pieces_of(names: Sequence[str], only: Sequence[str]) -> list[Piece]:
 def _run(command: Run, console: Console) -> int:
     from experiments.running import Limits, run  # here, so that `list` need not wait for Flax
 
-    limits = Limits(command.time_limit, command.tokens_per_second, command.ahead)
+    limits = Limits(command.time_limit, command.tokens_per_second)
     left = run(pieces_of(command.names, command.only), console, limits)
     console.print(f"left to run: {len(left)}" if left else "nothing is left to run")
     return 0

@@ -25,6 +25,7 @@ class ArmSpec:
         optimizer: a row of `fp4jax.train.optimizer.OPTIMIZERS`, or of `experiments.optimizers.OPTIMIZERS`.
         learning_rates: peak rates, in place of the settings' own: every seed is trained with each of them.
         settings: in place of the experiment's.
+        baseline: label of the arm to which its gap is measured, in place of the experiment's.
         paper: the paper's final loss of this arm (arXiv:2501.17116), if it has one; NaN where it diverged.
     """
 
@@ -33,6 +34,7 @@ class ArmSpec:
     optimizer: str = "adamw"
     learning_rates: tuple[float, ...] = ()
     settings: Settings | None = None
+    baseline: str | None = None
     paper: float | None = None
 
 
@@ -66,6 +68,7 @@ class Experiment:
         claims: what the paired tests are of.
         paper: where the paper's numbers stand, and what differs.
         recipes: recipes that `fp4jax.recipes` does not have, by name.
+        appendix: makes Markdown to put below the tables.
         figures: names of `experiments.figures.FIGURES` to draw beside the main one.
     """
 
@@ -80,11 +83,16 @@ class Experiment:
     claims: tuple[Claim, ...] = ()
     paper: str = ""
     recipes: Mapping[str, Callable[..., Recipe]] = dataclasses.field(default_factory=dict)
+    appendix: Callable[[], str] | None = None
     figures: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         labels = [arm.label for arm in self.arms]
-        named = [self.baseline, *(label for claim in self.claims for label in (claim.lower, claim.higher))]
+        named = [
+            self.baseline,
+            *(arm.baseline for arm in self.arms if arm.baseline),
+            *(label for claim in self.claims for label in (claim.lower, claim.higher)),
+        ]
         if len(set(labels)) != len(labels):
             raise ValueError(f"experiment {self.name!r}: two arms have the same label, {labels}")
         if missing := sorted(set(named) - set(labels)):
@@ -99,6 +107,10 @@ class Experiment:
     def command(self) -> str:
         """What runs it."""
         return f"python -m experiments run {self.name}"
+
+    def baseline_of(self, label: str) -> str:
+        """Label of the arm to which the gap of another is measured: its own label where it is a baseline."""
+        return next(arm.baseline for arm in self.arms if arm.label == label) or self.baseline
 
     def pieces(self) -> list["Piece"]:
         """What there is to run: an arm each, with all its seeds."""

@@ -80,7 +80,7 @@ def _millions(lanes: Lanes, steps: np.ndarray) -> np.ndarray:
 
 
 def _main(experiment: Experiment, results: Results) -> Any:
-    colors, base = colors_of(experiment), results.get(experiment.baseline)
+    colors = colors_of(experiment)
     figure = _new(13, 6.4)
     grid = figure.add_gridspec(2, 2, width_ratios=[1.15, 1], height_ratios=[1.1, 1])
     loss, gap, final = (figure.add_subplot(place) for place in (grid[0, 0], grid[1, 0], grid[:, 1]))
@@ -89,7 +89,8 @@ def _main(experiment: Experiment, results: Results) -> Any:
     for label, lanes in results.items():
         steps, curve = lanes.curve("loss")
         _band(loss, _millions(lanes, steps)[3:], curve[:, 3:], colors[label], label=label)
-        if base is not None and label != experiment.baseline:
+        base = results.get(experiment.baseline_of(label))
+        if base is not None and base is not lanes:
             gaps = gap_percent(lanes.validation(HEADLINE), base.validation(HEADLINE))
             x = _millions(lanes, lanes.validation_steps)
             _band(gap, x, gaps, colors[label], marker="o", markersize=5)
@@ -106,11 +107,11 @@ def _main(experiment: Experiment, results: Results) -> Any:
 
 def _final_gaps(axis: Any, experiment: Experiment, results: Results, colors: Mapping[str, str]) -> None:
     """A bar an arm with its seeds as dots, and the paper's gap as a diamond where it is in range."""
-    base = results.get(experiment.baseline)
-    arms = [arm for arm in experiment.arms if arm.label in results and arm.label != experiment.baseline]
-    if base is None:
-        return
-    gaps = {arm.label: gap_percent(results[arm.label].final(HEADLINE), base.final(HEADLINE)) for arm in arms}
+    bases = {label: results.get(experiment.baseline_of(label)) for label in results}
+    arms = [arm for arm in experiment.arms if bases.get(arm.label) not in (None, results.get(arm.label))]
+    gaps = {
+        arm.label: gap_percent(results[arm.label].final(HEADLINE), bases[arm.label].final(HEADLINE)) for arm in arms
+    }
     paper_base = next((arm.paper for arm in experiment.arms if arm.label == experiment.baseline), None)
     largest = 1.35 * max((float(np.max(np.abs(values))) for values in gaps.values()), default=1.0)
     largest = max(largest, 5.0) if paper_base else largest
@@ -125,7 +126,7 @@ def _final_gaps(axis: Any, experiment: Experiment, results: Results, colors: Map
             axis.plot(paper, row, "D", color="black", markerfacecolor="none", markersize=10, markeredgewidth=1.6)
         else:
             text = "paper: diverged" if np.isnan(paper) else f"paper: {paper:+.0f} % →"
-            axis.text(0.99, row + 0.38, text, fontsize=11, ha="right", transform=axis.get_yaxis_transform())
+            axis.text(0.99, row + 0.45, text, fontsize=11, ha="right", transform=axis.get_yaxis_transform())
     axis.axvline(0, color="black", linewidth=1.5)
     axis.set_yticks(range(len(arms)), [arm.label for arm in arms])
     axis.invert_yaxis()
@@ -135,26 +136,29 @@ def _final_gaps(axis: Any, experiment: Experiment, results: Results, colors: Map
 
 def _rates(experiment: Experiment, results: Results) -> Any:
     colors = colors_of(experiment)
-    figure = _new(11, 4.4)
-    loss, gap = figure.subplots(1, 2)
     by_rate = {label: losses_by_rate(lanes) for label, lanes in results.items()}
-    base = by_rate.get(experiment.baseline, {})
+    gaps = {}
     for label, losses in by_rate.items():
-        loss.plot(
-            list(losses), [v.mean() for v in losses.values()], "o-", color=colors[label], label=label, linewidth=2
-        )
-        if label != experiment.baseline and base:
-            gaps = [gap_percent(losses[rate], base[rate]).mean() for rate in losses]
-            gap.plot(list(losses), gaps, "o-", color=colors[label], linewidth=2)
-    for axis in (loss, gap):
+        base = by_rate.get(experiment.baseline_of(label), {})
+        if experiment.baseline_of(label) != label:
+            gaps[label] = {r: gap_percent(losses[r], base[r]).mean() for r in losses if r in base}
+    figure = _new(11 if gaps else 6.5, 4.4)
+    axes = figure.subplots(1, 2 if gaps else 1, squeeze=False)[0]
+    for label, losses in by_rate.items():
+        means = [values.mean() for values in losses.values()]
+        axes[0].plot(list(losses), means, "o-", color=colors[label], label=label, linewidth=2)
+    for label, gap in gaps.items():
+        axes[1].plot(list(gap), list(gap.values()), "o-", color=colors[label], linewidth=2)
+        axes[1].axhline(0, color="black", linewidth=1.5)
+        _tidy(axes[1], "peak learning rate", f"gap to {experiment.baseline} at the same rate (%)")
+    named = " + ".join(sources_of(next(iter(results.values())).record, HEADLINE)) or "all text"
+    _tidy(axes[0], "peak learning rate", "final loss (nats per token)", f"validation: {named}")
+    rates = sorted({rate for losses in by_rate.values() for rate in losses})
+    for axis in axes:
         axis.set_xscale("log")
-        rates = sorted({rate for losses in by_rate.values() for rate in losses})
         axis.set_xticks(rates, [f"{rate:g}" for rate in rates])
         axis.minorticks_off()
-    gap.axhline(0, color="black", linewidth=1.5)
-    _tidy(loss, "peak learning rate", "final validation loss (nats per token)")
-    _tidy(gap, "peak learning rate", f"gap to {experiment.baseline} at the same rate (%)")
-    loss.legend(frameon=False, fontsize=12)
+    axes[0].legend(frameon=False, fontsize=12)
     return figure
 
 
@@ -174,6 +178,10 @@ def _weights(experiment: Experiment, results: Results) -> Any:
         last = shares[-1].mean(axis=0)
         histogram.stairs(last * len(last), np.linspace(0, 1, len(last) + 1), color=color, linewidth=2)
     norm.set_yscale("log")
+    ticks = (0.2, 0.3, 0.5, 1, 2, 3)
+    norm.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
+    norm.minorticks_off()
+    clipped.set_ylim(0, 105)
     histogram.axvline(0.5, color="gray", linestyle=":", linewidth=1.5)
     _tidy(norm, "training tokens (millions)", "gradient norm, before clipping")
     _tidy(clipped, "training tokens (millions)", "steps with a clipped gradient (%)")
@@ -188,13 +196,14 @@ def _activations(experiment: Experiment, results: Results) -> Any:
     peaks, snr = figure.subplots(1, 2)
     shown = next(results[label] for label in (experiment.baseline, *results) if label in results)
     sites = {"attention": "into Q, K, V", "output": "into O", "mlp": "into gate, up", "down": "into down"}
-    for color, (site, name) in zip(COLORS[1:], sites.items()):
+    widths = (6, 2, 2, 2)  # the first and the third coincide
+    for color, width, (site, name) in zip(COLORS[1:], widths, sites.items()):
         steps, values = shown.probe("activations", site, "peak")
         x = _millions(shown, steps)
-        _band(peaks, x, values.mean(axis=2).T, color, marker="o", label=name)
+        _band(peaks, x, values.mean(axis=2).T, color, marker="o", linewidth=width, label=name)
         for key, style in (("snr", ":"), ("snr_occ", "-")):
             _, values = shown.probe("activations", site, key)
-            _band(snr, x, values.mean(axis=2).T, color, marker="o", linestyle=style)
+            _band(snr, x, values.mean(axis=2).T, color, marker="o", linewidth=width, linestyle=style)
     snr.plot([], [], "k:", label="E2M1 by token")
     snr.plot([], [], "k-", label="E2M1 by token, OCC α = .99")
     _tidy(peaks, "training tokens (millions)", "largest |x| over rms, mean of layers", f"{experiment.baseline} arm")

@@ -7,7 +7,6 @@ activations of a forward pass in the model's own dtype.
 
 import dataclasses
 import functools
-import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -105,11 +104,8 @@ class MeasuredArm(Arm):
         batches.close()
         needed = self._plain_step.memory_analysis()
         self.memory = needed.argument_size_in_bytes + needed.temp_size_in_bytes
-        state = self.init()
-        with _WARM_UP:  # arms are warmed up by several threads, and one is to compile what they share
-            self._measure(state)
-            jax.block_until_ready(self._programs.differ(self._watched, self._watched))
-        super().validate(state)
+        self.validate(self.init())
+        jax.block_until_ready(self._programs.differ(self._watched, self._watched))
         self.measured, self._last_codes, self._watched = [], None, None
 
     def measurements(self) -> list[dict[str, Any]]:
@@ -136,9 +132,6 @@ class MeasuredArm(Arm):
             row["weights"]["flipped"] = self._programs.differ(codes, self._watched)
             self._watched = None
         return result
-
-
-_WARM_UP = threading.Lock()
 
 
 class _Programs(NamedTuple):

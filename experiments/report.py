@@ -35,6 +35,7 @@ def report(experiment: Experiment, root: Path = ROOT) -> Path:
             missing = [arm.label for arm in experiment.arms if arm.label not in results]
             parts.append(f"Not run: {', '.join(missing)}.")
         parts += [claims_table(experiment, results), circumstances_text(results)]
+        parts += [experiment.appendix()] if experiment.appendix else []
         for name in figures.draw(experiment, results, root / experiment.name):
             parts.append(f"![{figures.ALT[name]}]({name}.png)")
     before, rest = text.split(BEGIN)

@@ -1,9 +1,10 @@
 """Results on disk: a JSON file a piece, found again by the hash of what was run."""
 
+import contextlib
 import json
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,46 @@ def find(piece: Piece, root: Path = ROOT) -> Record | None:
         if record["key"] == piece.key:
             return record
     return None
+
+
+@contextlib.contextmanager
+def claim(piece: Piece, root: Path = ROOT) -> Iterator[bool]:
+    """Take a piece for this process; False if another process that is alive has it.
+
+    A claim is a file that holds a process id. One whose process is gone counts for nothing.
+    """
+    path = root / f".{piece.key[:16]}.claim"
+    taken = _take(path)
+    if not taken and not _alive(path):
+        path.unlink(missing_ok=True)
+        taken = _take(path)
+    try:
+        yield taken
+    finally:
+        if taken:
+            path.unlink()
+
+
+def _take(path: Path) -> bool:
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            file.write(str(os.getpid()))
+    except FileExistsError:
+        return False
+    return True
+
+
+def _alive(path: Path) -> bool:
+    """Whether the process of a claim runs. A claim without a number is being written at this moment."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        if text:
+            os.kill(int(text), 0)
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    except PermissionError:  # it runs as somebody else
+        return True
+    return True
 
 
 def read(path: Path) -> Record:

@@ -15,21 +15,19 @@ def results_table(experiment: Experiment, results: Mapping[str, Lanes]) -> str:
     """An arm a row: losses, gaps to the baseline, clipped steps, and the paper's number beside."""
     if any(arm.learning_rates for arm in experiment.arms):
         return _rates_table(experiment, results)
-    base = results.get(experiment.baseline)
     first = next(iter(results.values()))
     named = " + ".join(sources_of(first.record, HEADLINE)) or "all text"
     paper = any(arm.paper is not None for arm in experiment.arms)
     header = [
-        "arm", "recipe", f"loss, {named}", "gap, %", "loss, all text", "gap, %", "clipped steps, %", "tokens/s",
-        "memory, GB",
+        "arm", "recipe", f"loss, {named}", "gap, %", "loss, all text", "gap, %", "clipped steps, %",
         *(["paper: loss", "paper: gap, %"] if paper else []),
     ]  # fmt: skip
     rows = []
     paper_base = next((arm.paper for arm in experiment.arms if arm.label == experiment.baseline), None)
     for arm in experiment.arms:
         recipe = f"`{arm.recipe}`" + ("" if arm.optimizer == "adamw" else f", `{arm.optimizer}`")
-        lanes = results.get(arm.label)
-        cells = ["not run", *[""] * 6] if lanes is None else _cells(lanes, base, arm.label == experiment.baseline)
+        lanes, base = results.get(arm.label), results.get(experiment.baseline_of(arm.label))
+        cells = ["not run", *[""] * 4] if lanes is None else _cells(lanes, None if base is lanes else base)
         if paper:
             cells += _paper_cells(arm.paper, paper_base)
         rows.append([arm.label, recipe, *cells])
@@ -75,15 +73,14 @@ def _numeric(rows: Sequence[Sequence[str]], column: int) -> bool:
     return bool(cells) and sum(cell[:1] in "0123456789+-−±–." for cell in cells) > len(cells) / 2
 
 
-def _cells(lanes: Lanes, base: Lanes | None, is_base: bool) -> list[str]:
+def _cells(lanes: Lanes, base: Lanes | None) -> list[str]:
     cells = []
     for sources in (HEADLINE, ()):
         loss = lanes.final(sources)
         cells.append(Spread.of(loss).text(".4f"))
-        cells.append("–" if is_base or base is None else Spread.of(gap_percent(loss, base.final(sources))).text("+.2f"))
+        cells.append("–" if base is None else Spread.of(gap_percent(loss, base.final(sources))).text("+.2f"))
     clipped = 100 * np.mean([lane["clip_fraction"] for lane in lanes.lanes])
-    memory = f"{lanes.record['memory'] / 1e9:.1f}"
-    return [*cells, f"{clipped:.0f}", f"{lanes.record['tokens_per_second']:,.0f}", memory]
+    return [*cells, f"{clipped:.0f}"]
 
 
 def _paper_cells(loss: float | None, base: float | None) -> list[str]:
@@ -97,21 +94,18 @@ def _paper_cells(loss: float | None, base: float | None) -> list[str]:
 
 def _rates_table(experiment: Experiment, results: Mapping[str, Lanes]) -> str:
     """A learning rate a row, an arm a column, with gaps at the same rate."""
-    rates = sorted({rate for arm in experiment.arms for rate in arm.learning_rates})
-    header = ["peak learning rate"]
-    for arm in experiment.arms:
-        header += [f"{arm.label}: loss", *([] if arm.label == experiment.baseline else ["gap, %"])]
     losses = {label: losses_by_rate(lanes) for label, lanes in results.items()}
+    header = ["peak learning rate"]
+    for label in losses:
+        header += [f"{label}: loss", *([] if experiment.baseline_of(label) == label else ["gap, %"])]
     rows = []
-    for rate in rates:
+    for rate in sorted({rate for by_rate in losses.values() for rate in by_rate}):
         row = [f"{rate:g}"]
-        for arm in experiment.arms:
-            loss = losses.get(arm.label, {}).get(rate)
-            base = losses.get(experiment.baseline, {}).get(rate)
-            row.append("not run" if loss is None else Spread.of(loss).text(".4f"))
-            if arm.label != experiment.baseline:
-                missing = loss is None or base is None
-                row.append("" if missing else Spread.of(gap_percent(loss, base)).text("+.2f"))
+        for label, by_rate in losses.items():
+            loss, base = by_rate.get(rate), losses.get(experiment.baseline_of(label), {}).get(rate)
+            row.append("" if loss is None else Spread.of(loss).text(".4f"))
+            if experiment.baseline_of(label) != label:
+                row.append("" if loss is None or base is None else Spread.of(gap_percent(loss, base)).text("+.2f"))
         rows.append(row)
     return markdown(header, rows)
 

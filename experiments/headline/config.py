@@ -2,6 +2,7 @@
 
 from experiments.base import SEEDS, english
 from experiments.experiment import ArmSpec, Claim, Experiment
+from experiments.headline import speed
 
 EXPERIMENT = Experiment(
     name="headline",
@@ -23,4 +24,5 @@ EXPERIMENT = Experiment(
         Claim("fp4 beats a direct cast", "fp4", "fp4_direct"),
     ),
     paper="Fig. 6a and 6d.",
+    appendix=speed.table,
 )
