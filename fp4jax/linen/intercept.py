@@ -6,7 +6,6 @@ Linen builds most layers while the model runs, so there is nothing to convert be
 
 import contextlib
 import dataclasses
-import inspect
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -73,13 +72,26 @@ def marked(method: Any, mark: Any) -> Callable[..., Any]:
     """`method` of a model, None for `__call__`, on a model whose scope carries `mark`."""
 
     def run(module: Any, *args: Any, **kwargs: Any) -> Any:
-        module.scope.flags = module.scope.flags.copy({_FLAG: mark})
+        _mark(module, mark)
         if isinstance(method, str):
             return getattr(module, method)(*args, **kwargs)
         function = type(module).__call__ if method is None else getattr(method, "__func__", method)
         return function(module, *args, **kwargs)
 
     return run
+
+
+def _mark(module: linen.Module, mark: Any) -> None:
+    """Mark the scopes of a bound model, from which those of modules made later are derived."""
+    if module.scope is None:
+        return
+    module.scope.flags = module.scope.flags.copy({_FLAG: mark})
+    for field in dataclasses.fields(module):  # modules given as fields are bound already, with scopes of their own
+        if field.name != "parent":
+            held = jax.tree.leaves(getattr(module, field.name), is_leaf=lambda leaf: isinstance(leaf, linen.Module))
+            for child in held:
+                if isinstance(child, linen.Module):
+                    _mark(child, mark)
 
 
 class Call:
@@ -216,14 +228,11 @@ def refusal(module: Any) -> str | None:
             f"it has a promote_dtype of its own, {module.promote_dtype!r}, which may round the kernel before it is "
             "quantized (fp4jax.linen.KeepKernelDtype does not)"
         )
-    if isinstance(module, linen.Einsum) and inspect.unwrap(type(module).__call__) is not _EINSUM:
+    if isinstance(module, linen.Einsum) and type(module).__call__ is not linen.Einsum.__call__:
         return (
             f"its class {_name(type(module))} is not linen.Einsum itself, whose product cannot be replaced from outside"
         )
     return None
-
-
-_EINSUM = inspect.unwrap(linen.Einsum.__call__)
 
 
 def _einsum(module: linen.Einsum, product: Any, recipe: Recipe, inputs: Any, einsum_str: str | None = None) -> Any:

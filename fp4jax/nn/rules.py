@@ -239,8 +239,8 @@ def _check_idle(
     if wide:
         path, kind = next(iter(wide.items()))
         raise ValueError(
-            f"{shown} matches only what can follow no recipe: {path!r} is {_article(kind)} and stays in high "
-            f"precision; write None for it. {_listing(layers)}"
+            f"{shown} matches only what can follow no recipe: {path!r} ({kind}) stays in high precision; write None "
+            f"for it. {_listing(layers)}"
         )
     if not layers and not others:
         raise ValueError(f"{shown} matches no layer: the model has none that can follow a recipe")
@@ -259,10 +259,6 @@ def _near_misses(pattern: str, paths: Sequence[str]) -> list[str]:
     names = dict.fromkeys([*paths, *(part for path in paths for part in path.split("."))])
     words = [word for word in re.split(r"[^\w.]+", pattern.replace("\\.", ".")) if word]
     return list(dict.fromkeys(name for w in words for name in difflib.get_close_matches(w, names, n=2, cutoff=0.6)))
-
-
-def _article(kind: str) -> str:
-    return f"{'an' if kind.rpartition('.')[2][0] in 'AEIOU' else 'a'} {kind}"
 
 
 def _listing(layers: Mapping[str, int | None]) -> str:
