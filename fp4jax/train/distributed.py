@@ -1,19 +1,27 @@
 """Several processes as one run: how they find each other, and how they agree."""
 
+import itertools
 import os
+import threading
+import time
 from collections.abc import Callable
-from typing import NoReturn
+from types import TracebackType
+from typing import NoReturn, Self
 
 import jax
 import numpy as np
+from jax._src import distributed  # its client has no public name
 
 from fp4jax.train.config import DistributedOptions
 from fp4jax.train.errors import ConfigError
 
 START_SECONDS = 120
 """How long a process waits for the others to come."""
-HEARTBEAT_SECONDS = 30
-"""After how long a silent process counts as gone; JAX then ends the others."""
+SILENCE_SECONDS = 30
+"""After how long a silent process counts as gone, and the others end. JAX itself would take 100 s."""
+
+_BEAT_SECONDS = 2
+_DONE, _FAILED = "done", "failed: "
 
 
 def start(options: DistributedOptions) -> None:
@@ -32,11 +40,70 @@ def start(options: DistributedOptions) -> None:
             num_processes=options.num_processes,
             process_id=options.process_id,
             initialization_timeout=START_SECONDS,
-            heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
         )
     except (ValueError, RuntimeError) as error:
+        # What JAX raises for a missing launcher, a taken port and a peer that does not come.
         how = "--coordinator host:port --num-processes N --process-id I say it where no launcher does"
         raise ConfigError(f"the processes of the run did not find each other: {_line(error)} ({how})") from error
+
+
+class Watch:
+    """Ends this process, with a line, when another one of the run dies: a collective would wait for it for ever.
+
+    Each process counts up a number in the store of JAX's coordination service, and looks at the others'. Process 0
+    holds that store; if it dies JAX ends the others at once, and says so itself.
+
+    Args:
+        orderly: exceptions that all processes raise together; another one in this process ends the others, too.
+
+    Example:
+        >>> with Watch():  # with one process it does nothing
+        ...     pass
+    """
+
+    def __init__(self, orderly: tuple[type[BaseException], ...] = ()) -> None:
+        self._orderly, self._last_word = orderly, _DONE
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="fp4jax-watch", daemon=True)
+
+    def __enter__(self) -> Self:
+        if jax.process_count() > 1:
+            self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._thread.is_alive():
+            if error is not None and not isinstance(error, self._orderly):
+                self._last_word = _FAILED + _line(error)
+            self._ended.set()
+            self._thread.join()
+
+    def _run(self) -> None:
+        client, me = distributed.global_state.client, jax.process_index()
+        assert client is not None
+        others = [process for process in range(jax.process_count()) if process != me]
+        last: dict[int, tuple[str, float]] = {process: ("", time.monotonic()) for process in others}
+        for beat in itertools.count():
+            ended = self._ended.is_set()
+            client.key_value_set(f"fp4jax/alive/{me}", self._last_word if ended else str(beat), allow_overwrite=True)
+            if ended:
+                return
+            found = {name.rpartition("/")[2]: value for name, value in client.key_value_dir_get("fp4jax/alive")}
+            now = time.monotonic()
+            for process, (value, since) in last.items():
+                current = found.get(str(process), "")
+                if current != value:
+                    last[process] = current, now
+                silent = current == value != _DONE and now - since > SILENCE_SECONDS
+                if silent or current.startswith(_FAILED):
+                    why = current.removeprefix(_FAILED) if not silent else f"no sign of life for {SILENCE_SECONDS} s"
+                    leave(
+                        f"process {process} of {jax.process_count()} is lost ({why}), so process {me} ends too; "
+                        "start all of them again with --resume"
+                    )
+            self._ended.wait(_BEAT_SECONDS)
 
 
 def is_main() -> bool:
@@ -89,5 +156,5 @@ def leave(message: str) -> NoReturn:
     os._exit(1)
 
 
-def _line(error: Exception) -> str:
+def _line(error: BaseException) -> str:
     return " ".join(str(error).split())[:300]

@@ -13,7 +13,7 @@ from fp4jax.train.checkpoint import Checkpointer, CheckpointError
 from fp4jax.train.config import CheckpointOptions, Plan, TrainConfig, to_json
 from fp4jax.train.display import Display, number
 from fp4jax.train.errors import ConfigError
-from fp4jax.train.loop import Result, Saving, StopSignal, train_arm
+from fp4jax.train.loop import Interrupted, Result, Saving, StopSignal, train_arm
 from fp4jax.train.metrics import MetricsLog, require_tensorboard
 from fp4jax.train.placement import Placement, make_placement
 from fp4jax.train.plots import Curves, draw_curves, require_matplotlib
@@ -60,13 +60,13 @@ def train(config: TrainConfig, console: Console) -> tuple[Path, Result]:
         if jax.process_count() == 1:
             return _train(config, placement, console)
         try:
-            return _train(config, placement, console if distributed.is_main() else Console(quiet=True))
+            with distributed.Watch(orderly=(ConfigError, Interrupted)):
+                return _train(config, placement, console if distributed.is_main() else Console(quiet=True))
         except (jax.errors.JaxRuntimeError, CheckpointError) as error:
             # Whatever an orderly end waits for will not come.
             distributed.leave(
-                f"process {jax.process_index()} cannot go on without the others, or failed: "
-                f"{' '.join(str(error).split())[:300]}; start all of them again with --resume to go on from the last "
-                "checkpoint"
+                f"process {jax.process_index()} failed, or lost the others: {' '.join(str(error).split())[:300]}; "
+                "start all of them again with --resume to go on from the last checkpoint"
             )
 
 
