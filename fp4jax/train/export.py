@@ -25,7 +25,7 @@ class ExportConfig:
     format: Literal["hf", "packed"] = "hf"
     """hf: config.json and safetensors that transformers loads. packed: codes and scales (docs/interop.md)."""
     recipe: str | None = None
-    """Quantize the weights as this recipe does; hf then holds what they stand for. By default none, or fp4 if packed."""
+    """Quantize the weights as this recipe does; hf then holds what they stand for. By default none; fp4 if packed."""
     high_precision: str = "embed|head"
     """Layers to leave in high precision: a regular expression over their paths."""
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
