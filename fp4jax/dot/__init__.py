@@ -1,6 +1,6 @@
 """``dot_general`` under a recipe: the function, its backends, and what a program does with it."""
 
-from fp4jax.dot.api import DotGeneral, dot_general, prepare_lhs, prepare_rhs
+from fp4jax.dot.api import DotGeneral, dot_general, prepare_lhs, prepare_rhs, share_lhs
 from fp4jax.dot.explain import Explanation, explain
 from fp4jax.dot.prepared import Prepared
 from fp4jax.dot.registry import BACKENDS
@@ -14,4 +14,5 @@ __all__ = [
     "explain",
     "prepare_lhs",
     "prepare_rhs",
+    "share_lhs",
 ]

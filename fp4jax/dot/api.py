@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -290,3 +292,27 @@ class DotGeneral:
     def prepare_rhs(self, rhs: Array, axis: Axis = 0, *, key: Key | None = None) -> Array | Prepared:
         """``rhs`` quantized once, for several products; see ``fp4jax.dot.prepare_rhs``."""
         return prepare_rhs(rhs, axis, recipe=self.recipe, key=key, backend=self.backend)
+
+
+def share_lhs(lhs: Array, products: Sequence[Any], axis: Axis = -1) -> list[Array | Prepared]:
+    """The operand of each product of one activation: quantized once for those that quantize it alike.
+
+    Args:
+        lhs: the activation.
+        products: what multiplies it: ``DotGeneral`` objects share by recipe and backend; whatever else there is, such
+            as ``jax.lax.dot_general`` or a product with a noise stream of its own, is given the array.
+        axis: the contraction axis, or a tuple of them.
+
+    Returns:
+        An operand for each product, in order.
+
+    Example:
+        >>> import fp4jax, jax, jax.numpy as jnp
+        >>> dot = fp4jax.DotGeneral(fp4jax.recipes.fp4())
+        >>> query, key, gate = fp4jax.dot.share_lhs(jnp.ones((4, 8)), [dot, dot, jax.lax.dot_general])
+        >>> type(query).__name__, query is key, type(gate).__name__
+        ('Prepared', True, 'ArrayImpl')
+    """
+    counts = Counter(p for p in products if isinstance(p, DotGeneral) and not p.recipe.needs_key)
+    shared = {dot: dot.prepare_lhs(lhs, axis) for dot, count in counts.items() if count > 1}
+    return [shared.get(p, lhs) if isinstance(p, DotGeneral) else lhs for p in products]

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import pathlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -15,6 +15,7 @@ from fp4jax.quantize import QuantSpec
 from fp4jax.recipe import Recipe, Reuse
 
 _REMATTED = "rematted_computation"
+_PRODUCTS = ("dot_general", "pallas_call", "mpmd_map")
 # Frames of these say nothing about where a product comes from.
 _MACHINERY = ("/jax/", "/flax/", "/fp4jax/dot/", "/fp4jax/nn/", "/fp4jax/linen/")
 
@@ -166,7 +167,8 @@ def explain(fn: Callable, *args, **kwargs) -> Explanation:
 
     Products are found through jit, scan, remat, shard_map and grad. What remat computes a second time is left out; the
     trip count of a ``while_loop`` is not known, so its body counts once; every branch of a ``cond`` counts. Inside a
-    ``shard_map`` of the function's own, sizes are those of a device.
+    ``shard_map`` of the function's own, sizes are those of a device. A gradient that nobody uses is listed, although
+    the compiler will drop it.
 
     Args:
         fn: any function of arrays; jitted (``jax.jit``, ``nnx.jit``) or not. Differentiate it to see backward products.
@@ -183,41 +185,52 @@ def explain(fn: Callable, *args, **kwargs) -> Explanation:
         >>> [(p.kind, p.lhs, p.rhs) for p in result.products]
         [('fprop', 'E2M1', 'E2M1'), ('dgrad', 'E5M2', 'E2M1'), ('wgrad', 'E2M1', 'E5M2')]
     """
-    # Whatever has a trace is already jitted, perhaps with static arguments.
-    traced = (fn if hasattr(fn, "trace") else jax.jit(fn)).trace(*args, **kwargs)
-    return Explanation(tuple(_walk(traced.jaxpr, 1)), traced)
+    traced: Any = None
+    if isinstance(fn, jax.stages.Wrapped):  # it may have static arguments
+        traced = fn.trace(*args, **kwargs)
+    if not hasattr(traced, "jaxpr"):  # nnx.jit hides its own
+        traced = jax.jit(fn).trace(*args, **kwargs)
+    return Explanation(tuple(_walk(traced.jaxpr, 1, "an unknown line")), traced)
 
 
-def _walk(jaxpr: core.Jaxpr | core.ClosedJaxpr, count: int) -> Iterator[Product]:
+def _walk(jaxpr: core.Jaxpr | core.ClosedJaxpr, count: int, where: str) -> Iterator[Product]:
+    """Products of a jaxpr that runs ``count`` times, and that ``where`` asked for, unless an equation says better."""
     for eqn in jaxpr.eqns:
         if _REMATTED in str(eqn.source_info.name_stack):
             continue
-        name = eqn.params.get("name", "")
+        name, place = eqn.params.get("name", ""), _where(eqn) or where
         if isinstance(name, str) and name.startswith(MARK) and name in MARKS:
-            yield from _marked(eqn, name, count)
+            yield from _marked(eqn, name, count, place)
         elif eqn.primitive.name == "dot_general":
             lhs, rhs = (_dtype(v) for v in eqn.invars)
             out = _dtype(eqn.outvars[0])
-            yield Product("plain", "-", "-", lhs, rhs, *_sizes(eqn), count, (lhs, rhs), out, _where(eqn))
+            yield Product("plain", "-", "-", lhs, rhs, *_sizes(eqn), count, (lhs, rhs), out, place)
         else:
             trips = eqn.params["length"] if eqn.primitive.name == "scan" else 1
             for inner in _subjaxprs(eqn):
-                yield from _walk(inner, count * trips)
+                yield from _walk(inner, count * trips, place)
 
 
-def _marked(eqn: core.JaxprEqn, name: str, count: int) -> Iterator[Product]:
-    """The product under a mark; none where partial evaluation left the inner jit behind, empty."""
+def _marked(eqn: core.JaxprEqn, name: str, count: int, where: str) -> Iterator[Product]:
+    """The product under a mark; none where partial evaluation left only a part of the inner jit."""
     (call, kind, sizes), inner = MARKS[name], eqn.params["jaxpr"].eqns
     if sizes is None:
         found = [(dot, _sizes(dot)) for dot in inner if dot.primitive.name == "dot_general"]
     else:
         m, n, _ = sizes
         batch = math.prod(_shape(eqn.outvars[0])) // max(1, m * n)  # under vmap
-        found = [(eqn, (batch, *sizes))] if inner else []
+        found = [(eqn, (batch, *sizes))] if _multiplies(inner) else []
     for product, size in found:
         lhs, rhs = _formats(call.recipe, kind, product)
         held, out = (_dtype(product.invars[0]), _dtype(product.invars[1])), _dtype(product.outvars[0])
-        yield Product(kind, call.recipe.name, call.backend, lhs, rhs, *size, count, held, out, _where(eqn), name)
+        yield Product(kind, call.recipe.name, call.backend, lhs, rhs, *size, count, held, out, where, name)
+
+
+def _multiplies(eqns: Iterable[core.JaxprEqn]) -> bool:
+    """Whether a product or a kernel is among them, at any depth."""
+    return any(
+        eqn.primitive.name in _PRODUCTS or any(_multiplies(inner.eqns) for inner in _subjaxprs(eqn)) for eqn in eqns
+    )
 
 
 def _subjaxprs(eqn: core.JaxprEqn) -> Iterator[core.Jaxpr]:
@@ -262,11 +275,11 @@ def _sizes(eqn: core.JaxprEqn) -> tuple[int, int, int, int]:
     return b, m, n, k
 
 
-def _where(eqn: core.JaxprEqn) -> str:
-    """File and line of the innermost frame that is nobody's machinery."""
+def _where(eqn: core.JaxprEqn) -> str | None:
+    """File and line of the innermost frame that is nobody's machinery; None in what is traced behind its caller."""
     traceback = eqn.source_info.traceback
     for frame in traceback.frames if traceback is not None else ():
         path = pathlib.PurePath(frame.file_name).as_posix()
         if not any(part in path for part in _MACHINERY):
             return f"{pathlib.PurePath(path).name}:{frame.line_num} ({frame.function_name})"
-    return "an unknown line"
+    return None

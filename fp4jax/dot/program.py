@@ -46,27 +46,29 @@ def faults(products: Sequence[Any], traced: Any, platform: str | None) -> list[s
     A product whose result nobody uses is in neither, and is no fault.
     """
     lowered = traced.lower() if platform is None else traced.lower(lowering_platforms=(platform,))
-    stable = _by_mark(_stable(lowered.as_text()))
-    texts = [stable]
+    asked = by_mark(stable(lowered.as_text()))
+    texts = [asked]
     if platform is None and jax.default_backend() == "gpu":
-        texts.append(_by_mark(_compiled(lowered.compile().as_text())))
+        texts.append(by_mark(compiled(lowered.compile().as_text())))
     lines = []
     for product in products:
         # XLA merges products of one operand, under the name of one; a kernel keeps its own.
-        seen = [text for text in texts if product.mark in text or (product.mark in stable and _is_by_kernel(product))]
-        why = [_fault(product, text.get(product.mark, [])) for text in seen]
+        seen = [text for text in texts if product.mark in text or (product.mark in asked and _is_by_kernel(product))]
+        why = [fault(product, text.get(product.mark, [])) for text in seen]
         lines += [f"{product}: {line}" for line in why if line is not None][:1]
     return lines
 
 
-def _by_mark(found: Iterator[tuple[str, Operation]]) -> dict[str, list[Operation]]:
+def by_mark(found: Iterator[tuple[str, Operation]]) -> dict[str, list[Operation]]:
+    """Operations of each marked jit."""
     operations: dict[str, list[Operation]] = {}
     for mark, operation in found:
         operations.setdefault(mark, []).append(operation)
     return operations
 
 
-def _fault(product: Marked, operations: list[Operation]) -> str | None:
+def fault(product: Marked, operations: list[Operation]) -> str | None:
+    """What is not as the backend runs it; None if nothing."""
     kernel = _is_by_kernel(product)
     is_it = _is_kernel if kernel else _multiplies
     others = [o for o in operations if not is_it(o.name) and (_multiplies(o.name) or _is_kernel(o.name))]
@@ -106,7 +108,7 @@ _OPERATION = re.compile(r"stablehlo\.(\w+)\"?(?: @([\w.$]+))?")
 _TENSOR = re.compile(r"tensor<((?:\d+x)*)(\w+)")
 
 
-def _stable(text: str) -> Iterator[tuple[str, Operation]]:
+def stable(text: str) -> Iterator[tuple[str, Operation]]:
     """(mark, operation) of the functions that marked jits have become, and of what they call."""
     bodies = {m.group(1): m.group(0) for m in _FUNCTION.finditer(text)}
     for name in bodies:
@@ -139,7 +141,7 @@ _TYPE = re.compile(r"(\w+)\[([\d,]*)\]")
 _MARK = re.compile(r"jit\((fp4jax_\w+)\)")
 
 
-def _compiled(text: str) -> Iterator[tuple[str, Operation]]:
+def compiled(text: str) -> Iterator[tuple[str, Operation]]:
     """(mark, instruction) of every instruction whose ``op_name`` passes through a marked jit."""
     instructions = list(_INSTRUCTION.finditer(text))
     types = {i.group(1): _TYPE.search(i.group(2)) for i in instructions}
