@@ -14,22 +14,18 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding
 
-from fp4jax import outliers
 from fp4jax.blocks import explicit_sharding
+from fp4jax.dot import hopper_operands as operands
 from fp4jax.dot import split, xla
 from fp4jax.dot.call import Call
-from fp4jax.dot.xla import LHS_NAME, RHS_NAME
-from fp4jax.estimators import gradient_factor
 from fp4jax.exact import as_float32, multiply
 from fp4jax.formats import E4M3
 from fp4jax.outliers import OCC
-from fp4jax.quantize import QuantSpec, find_scales, grid_values
-from fp4jax.recipe import Recipe, Reuse
-from fp4jax.scaling import PerTensor, PerVector, Scales
+from fp4jax.quantize import QuantSpec
+from fp4jax.recipe import Reuse
+from fp4jax.scaling import PerTensor
 from fp4jax.typing import Array, Key
 
 if TYPE_CHECKING:
@@ -37,10 +33,12 @@ if TYPE_CHECKING:
 
 # Pallas takes a second to import, so functions import the kernels when they are called.
 
+quantize_lhs, quantize_rhs = operands.quantize_lhs, operands.quantize_rhs
+
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["lhs_transposed", "lhs_scale", "rhs_values", "rhs_scale", "rhs", "key"],
+    data_fields=["lhs_transposed", "lhs_scale", "rhs_values", "rhs_scale", "rhs", "rhs_reciprocal", "key"],
     meta_fields=["contracted", "rhs_free"],
 )
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +48,7 @@ class Residuals:
     Attributes:
         lhs_transposed: [k, m], under lhs_scale [m] or [].
         rhs_values: [k, n], under rhs_scale [n] or [].
-        rhs: the weight, where its estimator needs it, else None.
+        rhs, rhs_reciprocal: the weight and r of its scales, where its estimator needs them, else None.
         key: for stochastic gradients, or None.
         contracted, rhs_free: sizes of the axes that k and n stand for.
     """
@@ -60,6 +58,7 @@ class Residuals:
     rhs_values: Array
     rhs_scale: Array
     rhs: Array | None
+    rhs_reciprocal: Array | None
     key: Key | None
     contracted: tuple[int, ...]
     rhs_free: tuple[int, ...]
@@ -98,9 +97,8 @@ def unsupported(call: Call) -> list[str]:
         reasons.append("lhs is not contracted along its last axes")
     if geometry.rhs_contract != tuple(range(len(geometry.lhs_contract))):
         reasons.append("rhs is not contracted along its first axes, in the order of lhs")
-    operands = {"fprop.lhs": recipe.fprop.lhs, "fprop.rhs": recipe.fprop.rhs, "dgrad.lhs": recipe.dgrad.lhs,
-                "wgrad.rhs": recipe.wgrad.rhs}  # fmt: skip
-    for name, spec in operands.items():
+    for name in ("fprop.lhs", "fprop.rhs", "dgrad.lhs", "wgrad.rhs"):
+        spec = recipe.specs[name]
         if not isinstance(spec, QuantSpec):
             reasons.append(f"{name}={spec!r}")
         else:
@@ -137,132 +135,7 @@ def _unsupported_outliers(occ: OCC | None, spec) -> list[str]:
     return reasons
 
 
-# --- quantizing --------------------------------------------------------------------------------------------------
-
-
-def _thresholds(x: Array, occ: OCC, names: split.Names) -> tuple[Array, Array]:
-    """lo and hi as the xla backend has them, float32 scalars; over the mesh axes that split x."""
-    from fp4jax import kernels
-
-    n = math.prod(x.shape) * math.prod(lax.axis_size(name) for name in names)
-    if occ.quantile == "exact" and n:
-        ranks = int((1 - occ.alpha) * n), min(int(occ.alpha * n), n - 1)
-        lo, hi = (as_float32(v) for v in kernels.order_statistics(x, ranks, names=names))
-        return lo, hi
-    lo, hi = outliers.thresholds(x, dataclasses.replace(occ, axis_name=names or None), (-1,))
-    return lo.reshape(()), hi.reshape(())
-
-
-@jax.custom_batching.custom_vmap
-def _own_keys(keys: Key, like: Array) -> Key:
-    """Keys [*lead] for matrices ``like`` [*lead, m, n]; under ``vmap`` each matrix draws noise of its own."""
-    del like
-    return keys
-
-
-@_own_keys.def_vmap
-def _own_keys_vmap(axis_size, in_batched, keys, like):
-    # As fp4jax.rounding.noise has it, so that the noise is the same.
-    keys_batched, like_batched = in_batched
-    if not keys_batched:
-        index = jnp.arange(axis_size, dtype=jnp.uint32).reshape(-1, *[1] * keys.ndim)
-        fold = jax.random.fold_in
-        for _ in range(keys.ndim + 1):
-            fold = jax.vmap(fold)
-        keys = fold(jnp.broadcast_to(keys, (axis_size, *keys.shape)), jnp.broadcast_to(index, (axis_size, *keys.shape)))
-    if not like_batched:
-        like = jnp.broadcast_to(like, (axis_size, *like.shape))
-    return _own_keys(keys, like), True
-
-
-def _key(key: Key | None, spec: QuantSpec, place: int, x: Array) -> Key | None:
-    key = xla.subkey(key, spec, place)
-    return None if key is None else _own_keys(key, x)
-
-
-def _named(spec: QuantSpec, names: split.Names) -> QuantSpec:
-    """``spec`` with maxima over these mesh axes too."""
-    kind = PerTensor if isinstance(spec.granularity, PerTensor) else PerVector
-    return dataclasses.replace(spec, granularity=kind(axis_name=names))
-
-
-def _by_reference(values: Array, scales: Scales, spec: QuantSpec) -> "kernels.Quantized":
-    """float32 values and scales of the reference, as the kernels write them."""
-    from fp4jax import kernels
-
-    held = jnp.where(jnp.isnan(values), jnp.float32(0), values).astype(kernels.quantizer.storage(spec.format))
-    shape = () if isinstance(spec.granularity, PerTensor) else (-1,)
-    return kernels.Quantized(held, held.T, spec.scale.decode(scales.scale, scales.outer_scale).reshape(shape))
-
-
-def _activation(
-    x: Array, spec: QuantSpec, occ: OCC | None, rows: split.Names, cols: split.Names, key: Key | None
-) -> Any:
-    """A device's part of an activation [m, k] that is split over mesh axes ``rows`` and ``cols``."""
-    from fp4jax import kernels
-
-    if cols or (rows and isinstance(spec.granularity, PerTensor)):  # its scales are shared: the reference's sums do it
-        spec = _named(spec, rows + cols if isinstance(spec.granularity, PerTensor) else cols)
-        occ = None if occ is None else dataclasses.replace(occ, axis_name=rows + cols)
-        values, scales, _ = xla.quantize_activation(x, spec, (-1,), occ, None)
-        return _by_reference(values, scales, spec)
-    if isinstance(spec.granularity, PerTensor):
-        return kernels.quantize_tiles(x, spec, (kernels.Wanted(None, transposed=True, key=key),))[0]
-    thresholds = None if occ is None else _thresholds(x, occ, rows)
-    return kernels.quantize_rows(x, spec, thresholds=thresholds, occ=occ, transpose=True, key=key)
-
-
-def _weight(w: Array, spec: QuantSpec, rows: split.Names, cols: split.Names, key: Key | None) -> Any:
-    """A device's part of a weight [k, n] that is split over mesh axes ``rows`` and ``cols``."""
-    from fp4jax import kernels
-
-    per_tensor = isinstance(spec.granularity, PerTensor)
-    if rows or (cols and per_tensor):
-        spec = _named(spec, rows + cols if per_tensor else rows)
-        value = as_float32(w)
-        scales = find_scales(value, spec, (-2,))
-        return _by_reference(grid_values(value, scales, spec, (-2,), None), scales, spec)
-    wanted = kernels.Wanted(None if per_tensor else 1, transposed=True, key=key)
-    return kernels.quantize_tiles(w, spec, (wanted,))[0]
-
-
-def _quantized_specs(rows: split.Names, cols: split.Names, scale: split.Names | None) -> Any:
-    from fp4jax import kernels
-
-    specs: list[Any] = [split.spec(rows, cols), split.spec(cols, rows), split.spec(*() if scale is None else (scale,))]
-    return kernels.Quantized(*specs)
-
-
-def quantize_lhs(lhs: Array, recipe: Recipe, axis: tuple[int, ...], key: Key | None) -> "kernels.Quantized":
-    """The activation as values [m, k], the same transposed, and scales [m] or []."""
-    spec = recipe.activation_spec
-    assert spec is not None  # as unsupported checks
-    layout, free = split.Layout.of(explicit_sharding(lhs), lhs.ndim), lhs.ndim - len(axis)
-    rows, cols = layout.names(*range(free)), layout.names(*range(free, lhs.ndim))
-
-    def local(x):
-        flat = x.reshape(math.prod(x.shape[:free]), math.prod(x.shape[free:]))
-        return _activation(flat, spec, recipe.outliers, rows, cols, _key(key, spec, xla.FPROP_LHS, flat))
-
-    specs = _quantized_specs(rows, cols, None if isinstance(spec.granularity, PerTensor) else rows)
-    q = split.run(layout.mesh, local, layout.spec, specs)(lhs)
-    return q._replace(transposed=checkpoint_name(q.transposed, LHS_NAME), scale=checkpoint_name(q.scale, LHS_NAME))
-
-
-def quantize_rhs(rhs: Array, recipe: Recipe, axis: tuple[int, ...], key: Key | None) -> "kernels.Quantized":
-    """The weight as values [k, n], the same transposed, and scales [n] or []."""
-    spec = recipe.weight_spec
-    assert spec is not None
-    layout, count = split.Layout.of(explicit_sharding(rhs), rhs.ndim), len(axis)
-    rows, cols = layout.names(*range(count)), layout.names(*range(count, rhs.ndim))
-
-    def local(w):
-        flat = w.reshape(math.prod(w.shape[:count]), math.prod(w.shape[count:]))
-        return _weight(flat, spec, rows, cols, _key(key, spec, xla.FPROP_RHS, flat))
-
-    specs = _quantized_specs(rows, cols, None if isinstance(spec.granularity, PerTensor) else cols)
-    q = split.run(layout.mesh, local, layout.spec, specs)(rhs)
-    return q._replace(values=checkpoint_name(q.values, RHS_NAME), scale=checkpoint_name(q.scale, RHS_NAME))
+# --- products ----------------------------------------------------------------------------------------------------
 
 
 def _gradients(residuals: Residuals, g: Array, call: Call) -> "tuple[kernels.Quantized, kernels.Quantized]":
@@ -278,42 +151,17 @@ def _gradients(residuals: Residuals, g: Array, call: Call) -> "tuple[kernels.Qua
 
     def local(g, lhs_scale, rhs_scale):
         g = g.reshape(math.prod(g.shape[:free]), math.prod(g.shape[free:]))
-        keys = [_key(residuals.key, spec, place, g) for place in (xla.DGRAD_LHS, xla.WGRAD_RHS)]
-        return _gradient(g, lhs_scale, rhs_scale, spec, parts.m + parts.n, keys)
+        keys = [operands.key_of(residuals.key, spec, place, g) for place in (xla.DGRAD_LHS, xla.WGRAD_RHS)]
+        return operands.gradient(g, lhs_scale, rhs_scale, spec, parts.m + parts.n, keys)
 
     scale_specs = [
         split.spec(names) if scale.ndim else split.spec()
         for scale, names in ((residuals.lhs_scale, parts.m), (residuals.rhs_scale, parts.n))
     ]
-    plain, transposed = _quantized_specs(parts.m, parts.n, None), _quantized_specs(parts.m, parts.n, None)
+    plain, transposed = operands.specs_of(parts.m, parts.n, None), operands.specs_of(parts.m, parts.n, None)
     specs = plain._replace(transposed=None), transposed._replace(values=None)
     f = split.run(parts.mesh, local, (split.spec(*parts.out), *scale_specs), specs)
     return f(g, residuals.lhs_scale, residuals.rhs_scale)
-
-
-def _gradient(
-    g: Array, lhs_scale: Array, rhs_scale: Array, spec: QuantSpec, names: split.Names, keys: list[Key | None]
-) -> Any:
-    """A device's part of both quantized gradients; ``names`` are the mesh axes that split dY."""
-    from fp4jax import kernels
-
-    m, n = g.shape
-    if names:
-        spec, found = _named(spec, names), []
-        for fold in (rhs_scale, lhs_scale[:, None] if lhs_scale.ndim else lhs_scale):
-            value = multiply(as_float32(g), fold)
-            scales = find_scales(value, spec, (-1,))
-            found.append(_by_reference(grid_values(value, scales, spec, (-1,), None), scales, spec))
-        return found[0]._replace(transposed=None), found[1]._replace(values=None)
-    wanted = (
-        kernels.Wanted(None, jnp.broadcast_to(rhs_scale, (n,)), 1, key=keys[0]),
-        kernels.Wanted(None, jnp.broadcast_to(lhs_scale, (m,)), 0, plain=False, transposed=True, key=keys[1]),
-    )
-    first, second = kernels.quantize_tiles(g, spec, wanted)
-    return first, second
-
-
-# --- products ----------------------------------------------------------------------------------------------------
 
 
 @functools.lru_cache(maxsize=4096)
@@ -347,13 +195,9 @@ def _multiply(
 
 
 def fprop(
-    lhs: Array, rhs: Array, x: "kernels.Quantized", w: "kernels.Quantized", key: Key | None, call: Call
+    lhs: Array, rhs: Array, x: operands.Operand, w: operands.Operand, key: Key | None, call: Call
 ) -> tuple[Array, Residuals]:
     """Y, and what backward needs."""
-    assert x.values is not None
-    assert x.transposed is not None
-    assert w.values is not None
-    assert w.transposed is not None
     count, parts = len(call.geometry.lhs_contract), split.Split.of(call)
     free, contracted, rhs_free = lhs.shape[: lhs.ndim - count], rhs.shape[:count], rhs.shape[count:]
     out = _multiply(call, "fprop", x.values, w.transposed, x.scale, w.scale, call.out_dtype, (parts.m, parts.n))
@@ -366,6 +210,7 @@ def fprop(
         rhs_values=w.values,
         rhs_scale=w.scale,
         rhs=None if call.recipe.weight_estimator.is_identity else rhs,
+        rhs_reciprocal=w.reciprocal,
         key=key,
         contracted=contracted,
         rhs_free=rhs_free,
@@ -395,5 +240,7 @@ def wgrad(residuals: Residuals, g: Array, call: Call) -> Array:
     drhs = split.unflatten(drhs, parts.mesh, parts.rhs, len(residuals.contracted), shape)
     if residuals.rhs is not None:
         assert recipe.weight_spec is not None
-        drhs = drhs * gradient_factor(residuals.rhs, recipe.weight_spec, call.rhs_axis, recipe.weight_estimator)
+        assert residuals.rhs_reciprocal is not None
+        u = multiply(as_float32(residuals.rhs), residuals.rhs_reciprocal)
+        drhs = drhs * recipe.weight_estimator.factor(u, recipe.weight_spec.format)
     return drhs.astype(call.rhs_dtype)

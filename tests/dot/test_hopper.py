@@ -104,10 +104,11 @@ def test_noise_is_that_of_the_xla_backend_under_vmap_too():
     assert not np.array_equal(np.asarray(got[0][0]), np.asarray(got[0][1]))
 
 
-def test_scales_that_are_powers_of_two():
+def test_several_contracted_axes_and_scales_that_are_powers_of_two():
     gradient = fp4jax.QuantSpec(fp4jax.E5M2, fp4jax.PerTensor(), fp4jax.PowerOfTwo("rceil"))
-    run = functools.partial(value_and_gradients, recipe=recipe_of(POWERS, gradient))
-    assert_same(*both(lambda x, w, g, backend: run(x, w, g, backend), X, W, G))
+    recipe, dims = recipe_of(POWERS, gradient), (((2, 3), (0, 1)), ((), ()))
+    x, w, g = X.reshape(2, 8, 4, 8), W.reshape(4, 8, 24), G.reshape(2, 8, 24)
+    assert_same(*both(lambda x, w, g, backend: value_and_gradients(x, w, g, backend, recipe, dims), x, w, g))
 
 
 def test_prepared_operands_give_the_numbers_of_plain_ones():

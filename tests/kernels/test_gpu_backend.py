@@ -10,7 +10,7 @@ import tolerances
 
 import fp4jax
 from fp4jax import kernels
-from fp4jax.dot import hopper, xla
+from fp4jax.dot import hopper, hopper_operands, xla
 from fp4jax.exact import as_float32, multiply
 
 pytestmark = [
@@ -74,7 +74,9 @@ def test_operands_are_those_of_the_reference(name):
         same(np.asarray(got.scale).ravel(), np.asarray(want.operand.scale).ravel())
     spec = recipe.dgrad.lhs
     row = lhs.scale[:, None] if lhs.scale.ndim else lhs.scale
-    gradients = jax.jit(hopper._gradient, static_argnums=(3, 4))(g, lhs.scale, rhs.scale, spec, (), [None, None])
+    gradients = jax.jit(hopper_operands.gradient, static_argnums=(3, 4))(
+        g, lhs.scale, rhs.scale, spec, (), [None, None]
+    )
     for got, fold in zip(gradients, (rhs.scale, row), strict=True):
         want = fp4jax.quantize(multiply(as_float32(g), fold), spec, axis=-1)
         values = got.values if got.values is not None else got.transposed.T
