@@ -162,6 +162,23 @@ def _export(arguments: Arguments, console: Console) -> int:
     return 0
 
 
+def _bench(arguments: Arguments, console: Console) -> int:
+    from fp4jax.bench.config import BenchConfig
+
+    config = _parse(BenchConfig, "bench", arguments).resolved()
+    from fp4jax.bench.run import bench
+
+    bench(config, console)
+    return 0
+
+
+def _plan(arguments: Arguments, console: Console) -> int:
+    from fp4jax.train.plan import PlanConfig, plan
+
+    plan(_parse(PlanConfig, "plan", arguments), console)
+    return 0
+
+
 def _recipes(arguments: Arguments, console: Console) -> int:
     if arguments and arguments[0] in ("-h", "--help"):
         console.print(f"usage: fp4jax recipes\n\n{COMMANDS['recipes'].help}", highlight=False)
@@ -203,6 +220,8 @@ COMMANDS: dict[str, Command] = {
     "eval": Command("Perplexity of a trained model under recipes, by source of the text.", _eval),
     "sensitivity": Command("Quantize one layer at a time, and rank layers by what it does to the loss.", _sensitivity),
     "export": Command("Write a trained model for transformers, or packed at four bits a weight.", _export),
+    "bench": Command("Time kernels, a layer and a train step against XLA, Flax and Qwix.", _bench),
+    "plan": Command("Memory and traffic of a run on a mesh of any size, from its compiled step.", _plan),
     "recipes": Command("List the recipes: what each quantizes, and its knobs.", _recipes),
     "data prepare": Command("Train a tokenizer on text files, and write them as tokens.", _data_prepare),
 }

@@ -64,7 +64,13 @@ def interpret(*, detect_races: bool = False):
 
 
 def triton_call(
-    kernel, outs, *operands, name: str, grid: tuple[int, ...] = (), warps: int = 4, aliases: Mapping[int, int] | None = None
+    kernel,
+    outs,
+    *operands,
+    name: str,
+    grid: tuple[int, ...] = (),
+    warps: int = 4,
+    aliases: Mapping[int, int] | None = None,
 ):
     """Runs a kernel of Pallas on Triton; under ``interpret`` by Pallas's own interpreter.
 

@@ -33,8 +33,8 @@ class GemmConfig:
         group: output tiles along the minor dimension that are visited together, so that operands stay in L2.
         minor: that dimension, ``"m"`` or ``"n"``.
         epilogue_n: columns of a store; divides ``tile_n``.
-        cluster: ``"m"`` or ``"n"``: two multiprocessors whose tiles lie side by side along that dimension read what they
-            share from L2 once; ``""`` for none.
+        cluster: ``"m"`` or ``"n"``: two multiprocessors whose tiles lie side by side along that dimension read what
+            they share from L2 once; ``""`` for none.
 
     Raises:
         ValueError: for an argument out of its range.

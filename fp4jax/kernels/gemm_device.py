@@ -42,9 +42,8 @@ class Problem:
     @property
     def clusters(self) -> tuple[int, int]:
         """Clusters (or blocks, where they form none) along m and n."""
-        return tuple(
-            -(-tiles // 2) if axis == self.cluster else tiles for axis, tiles in enumerate((self.m_tiles, self.n_tiles))
-        )
+        m, n = (2 if self.cluster == axis else 1 for axis in range(2))
+        return -(-self.m_tiles // m), -(-self.n_tiles // n)
 
     @property
     def warpgroup_m(self) -> int:

@@ -59,7 +59,8 @@ def order_statistics(x: Array, ranks: tuple[int, int], *, names: tuple[AxisName,
     reading, wanted = _reading(flat.size, bits), jnp.asarray(ranks, jnp.int32)
 
     def read(index, carry):
-        state, counts = count(index, flat, wanted, *carry, reading)
+        state, counts = carry
+        state, counts = count(index, flat, wanted, state, counts, reading)
         if names:
             own = lax.psum(lax.dynamic_slice(counts, (32 * index,), (32,)), names)
             counts = lax.dynamic_update_slice(counts, own, (32 * index,))

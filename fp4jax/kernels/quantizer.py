@@ -7,7 +7,7 @@ row, one a column or one a tensor, stored by ``AbsMax`` or ``PowerOfTwo``.
 
 import dataclasses
 import functools
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -122,7 +122,7 @@ def _rule(spec: QuantSpec, occ: OCC | None = None) -> Rule:
     return Rule(spec.format, spec.rounding.name, scale, outliers, cast)
 
 
-def _outliers(occ: OCC) -> str:
+def _outliers(occ: OCC) -> Literal["dropped", "carried"]:
     if occ.scope != "tensor" or occ.compensation == "sparse":
         raise ValueError(f"the kernels take OCC of scope 'tensor' that is not 'sparse', got {occ}")
     if occ.compensation == "none":
@@ -132,10 +132,11 @@ def _outliers(occ: OCC) -> str:
     return "carried"
 
 
-def _key_data(key: Key | None, spec: QuantSpec) -> list[Array]:
+def _key_data(optional: Key | None, spec: QuantSpec) -> list[Array]:
     """The two words of a Threefry key, or nothing where none is drawn."""
-    if not spec.rounding.needs_key or key is None:
+    if not spec.rounding.needs_key or optional is None:
         return []
+    key: Any = optional
     if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         key = jax.random.wrap_key_data(key)
     if key.shape or str(jax.random.key_impl(key)) != "threefry2x32":
@@ -198,8 +199,7 @@ def quantize_rows(
     x = jnp.asarray(x)
     _check(x, spec, [key])
     m, n = x.shape
-    clamps = thresholds is not None and occ is not None
-    rule, dtype = _rule(spec, occ if clamps else None), storage(spec.format)
+    rule, dtype = _rule(spec, None if thresholds is None else occ), storage(spec.format)
     if m * n == 0:
         empty = jnp.zeros((m, n), dtype)
         return Quantized(empty, empty.T if transpose else None, jnp.ones((m,), jnp.float32))
@@ -211,7 +211,7 @@ def quantize_rows(
     operands = [padded]
     if fold is not None:
         operands.append(jnp.pad(fold, (0, height - m)))
-    if clamps:
+    if thresholds is not None and occ is not None:
         operands.append(jnp.stack([t.reshape(()) for t in thresholds]))
     operands += _key_data(key, spec)
     values = jax.ShapeDtypeStruct((height, width), dtype)

@@ -148,7 +148,7 @@ class Rule:
             clipped = _clip(value, *bounds)
             landed = self.round(clipped * reciprocal, noise)
             if self.outliers == "carried":
-                # The bound changes no result. It keeps the compiler from fusing product and difference into one rounding.
+                # The bound changes no result. It keeps product and difference from being fused into one rounding.
                 landed = landed - jnp.maximum((clipped - value) * reciprocal, jnp.float32(-2 * E4M3.max))
         return jnp.where(finite, landed, jnp.float32(0))
 

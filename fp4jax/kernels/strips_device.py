@@ -85,9 +85,7 @@ def _task(ticket, p: Strips):
     part = jnp.where(
         first,
         lax.rem(ticket, p.scaling),
-        jnp.where(
-            in_middle, jnp.where(place < p.scaling, place, place - p.scaling), lax.rem(last, p.quantizing)
-        ),
+        jnp.where(in_middle, jnp.where(place < p.scaling, place, place - p.scaling), lax.rem(last, p.quantizing)),
     )
     return scales, strip, part
 
