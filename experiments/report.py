@@ -28,9 +28,16 @@ def report(experiment: Experiment, root: Path = ROOT) -> Path:
     text = readme.read_text(encoding="utf-8")
     if text.count(BEGIN) != 1 or text.count(END) != 1:
         raise ConfigError(f"{experiment.name}/README.md must hold the two markers of the report once each")
-    parts = [NOT_RUN]
-    if results:
-        parts = [results_table(experiment, results)]
+    parts = [
+        f"**Question.** {experiment.question}",
+        f"**Command.** `{experiment.command}`: {experiment.cost}.",
+        f"**Expected beforehand.** {experiment.expected}",
+        experiment.paper and f"**The paper.** {experiment.paper}",
+    ]
+    if not results:
+        parts.append(NOT_RUN)
+    else:
+        parts.append(results_table(experiment, results))
         if any(arm.label not in results for arm in experiment.arms):
             missing = [arm.label for arm in experiment.arms if arm.label not in results]
             parts.append(f"Not run: {', '.join(missing)}.")

@@ -1,0 +1,75 @@
+"""Means, gaps and paired tests, against SciPy and by hand; and what is committed is what the report says."""
+
+import math
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from experiments import report, store
+from experiments.catalog import EXPERIMENTS
+from experiments.experiment import ROOT
+from experiments.statistics import Spread, gap_percent, paired
+from experiments.tables import circumstances_text, claims_table, results_table
+
+
+def test_spread_is_the_standard_deviation_of_a_sample():
+    spread = Spread.of(np.array([1.0, 2.0, 3.0]))
+    assert (spread.mean, spread.std) == (2.0, 1.0)
+    assert spread.text("+.2f") == "+2.00 ± 1.00"
+    assert Spread.of(np.array([1.5])).text(".1f") == "1.5"
+    assert Spread.of(np.array([1.0, math.nan])).text(".1f") == "diverged"
+
+
+def test_gaps_are_taken_seed_by_seed():
+    np.testing.assert_allclose(gap_percent(np.array([2.2, 3.0]), np.array([2.0, 4.0])), [10, -25])
+
+
+def test_a_paired_comparison_is_scipys_t_test_and_an_exact_permutation():
+    lower, higher = np.array([1.0, 2.0, 3.0, 4.0]), np.array([1.3, 2.1, 3.25, 4.05])
+    result = paired(lower, higher)
+    assert result.t_p == stats.ttest_rel(higher, lower).pvalue
+    exact = stats.permutation_test(
+        (higher - lower,), np.mean, permutation_type="samples", alternative="two-sided", n_resamples=np.inf
+    )
+    assert result.sign_p == exact.pvalue == 2 / 16
+    assert result.difference == pytest.approx(0.175)
+
+
+@pytest.mark.parametrize(
+    ("lower", "higher", "verdict"),
+    [
+        ([1.0, 1.1, 1.2], [1.2, 1.31, 1.39], "holds"),
+        ([1.2, 1.31, 1.39], [1.0, 1.1, 1.2], "refuted"),
+        ([1.0, 1.1, 1.2], [1.2, 1.0, 1.25], "undecided"),
+        ([1.0, 1.1, 1.2], [1.0, 1.1, 1.2], "undecided"),
+        ([1.0, 1.1, 1.2], [1.0, math.nan, 1.2], "no test: one seed, or a run that diverged"),
+        ([1.0], [1.1], "no test: one seed, or a run that diverged"),
+    ],
+)
+def test_verdicts(lower, higher, verdict):
+    assert paired(np.array(lower), np.array(higher)).verdict == verdict
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS.values(), ids=EXPERIMENTS)
+def test_readmes_say_what_the_stored_results_say(experiment):
+    """`python -m experiments report` has been run since a result or a config changed."""
+    made = report.marked((experiment.folder / "README.md").read_text(encoding="utf-8"))
+    results = store.stored(experiment)
+    assert experiment.question in made
+    assert experiment.expected in made
+    if not results:
+        assert report.NOT_RUN in made
+        return
+    for part in (results_table(experiment, results), claims_table(experiment, results), circumstances_text(results)):
+        assert part in made
+
+
+def test_stored_results_belong_to_an_arm_and_name_no_place():
+    keys = {piece.key for experiment in EXPERIMENTS.values() for piece in experiment.pieces()}
+    paths = [path for path in ROOT.glob("*/results/*.json") if "lanes" in path.read_text(encoding="utf-8")]
+    assert paths
+    for path in paths:
+        assert store.read(path)["key"] in keys, path
+        assert path.stat().st_size < 64_000
+        assert str(ROOT.parent) not in path.read_text(encoding="utf-8")
