@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
+from test_docs import examples_of, run
 
 import fp4jax
 from fp4jax import kernels
@@ -231,3 +232,11 @@ def test_what_a_compiled_program_does_otherwise_is_named(text):
     found = program.by_mark(program.compiled(f"ENTRY %main {{\n{operands}\n  {text}\n}}\n"))
     fault = program.fault(PRODUCT, found.get(MARK, []))
     assert fault is None if COMPILED[text] is None else re.search(COMPILED[text], fault)
+
+
+def test_the_examples_of_the_page_run_and_print_what_they_say():
+    examples = examples_of("docs/explain.md")
+    assert len(examples) == 4
+    names = {}
+    for line, source in examples:
+        run("docs/explain.md", line, source, names)

@@ -1,7 +1,6 @@
-"""The "hopper" backend, interpreted on the CPU, against the xla backend: forward and both gradients.
+"""The "hopper" backend: its thresholds, and what it refuses.
 
-``tests/test_conformance_dot.py`` compares it with the NumPy model recipe by recipe, ``tests/dot/test_hopper.py`` tests
-it on meshes.
+``tests/test_conformance_dot.py`` compares it with the NumPy model, ``tests/dot/test_hopper.py`` tests it on meshes.
 """
 
 import jax.numpy as jnp
