@@ -17,6 +17,10 @@ from fp4jax.telemetry.operands import SQRT3_DB as SQRT3_DB
 from fp4jax.telemetry.operands import STATISTICS as STATISTICS
 from fp4jax.telemetry.operands import factor_histogram as factor_histogram
 from fp4jax.telemetry.operands import operand_statistics as operand_statistics
+from fp4jax.telemetry.oscillation import Oscillation as Oscillation
+from fp4jax.telemetry.oscillation import Trace as Trace
+from fp4jax.telemetry.oscillation import follow as follow
+from fp4jax.telemetry.oscillation import start_trace as start_trace
 from fp4jax.telemetry.probe import PLACES as PLACES
 from fp4jax.telemetry.report import Report as Report
 from fp4jax.telemetry.report import report as report

@@ -57,14 +57,18 @@ class Meter:
             return jax.grad(of_probes)(probes)
 
         self.sums = jax.jit(gradient)
-        """``sums(probes, state, *args)``: the gradients of the probes, not waited for."""
+        """``sums(*meter.arguments(model), *args)``: the gradients of the probes, not waited for."""
 
     def __call__(self, model: nnx.Module, *args: Any) -> Snapshot:
         """The statistics of ``loss(model, *args)``, forward and backward. Waits for the device."""
+        return collect(self.sums(*self.arguments(model), *args))
+
+    def arguments(self, model: nnx.Module) -> tuple[Any, Any]:
+        """What ``sums`` takes of a model: zeros for the probes, and the model's state."""
         graphdef, state = nnx.split(model)
         if graphdef != self._structure:
             raise ValueError(
                 "the model has another structure than the one this Meter was made for; make a Meter for it (a model in "
                 "eval mode differs from one in train mode)"
             )
-        return collect(self.sums(self._probes, state, *args))
+        return self._probes, state

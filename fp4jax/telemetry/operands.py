@@ -110,7 +110,7 @@ def operand_statistics(
         "residual_saturated": jnp.float32(0),
         "scale_min": low,
         "scale_max": high,
-        "scale_spread": jnp.log2(high) - jnp.log2(low),
+        "scale_spread": jnp.where(high == low, jnp.float32(0), jnp.log2(high) - jnp.log2(low)),
         "amax": largest,
         "crest": _ratio(multiply(largest, inverse), jnp.sqrt(signal / size)),
     }

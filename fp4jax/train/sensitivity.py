@@ -162,8 +162,7 @@ def sensitivity(config: SensitivityConfig, console: Console) -> SensitivityResul
             before, after = (found, everything) if config.leave_one_out else (none, found)
             change, error = _paired(before, after, losses.weights)
             rows.append(Sensitivity(*group, losses.mean(found), change, error))
-    # NaN, which is a loss that is not finite, is the worst there is.
-    rows.sort(key=lambda row: -math.inf if math.isnan(row.change) else -row.change)
+    rows.sort(key=by_change)
     result = SensitivityResult(name, losses.mean(none), losses.mean(everything), int(losses.weights.sum()), tuple(rows))
     console.print(sensitivity_table(result, config))
     if config.out is not None:
@@ -225,6 +224,11 @@ class SwitchedLosses:
     def mean(self, sums: np.ndarray) -> float:
         """Loss in nats a token."""
         return float(sums.sum() / self.weights.sum())
+
+
+def by_change(row: Sensitivity) -> float:
+    """Where a layer ranks: the largest change first, and before it NaN, a loss that is not finite."""
+    return -math.inf if math.isnan(row.change) else -row.change
 
 
 def sensitivity_table(result: SensitivityResult, config: SensitivityConfig) -> Table:
@@ -326,16 +330,16 @@ def _write(result: SensitivityResult, config: SensitivityConfig, seq_len: int) -
     kinds = list(dict.fromkeys(row.kind for row in sorted(result.layers, key=lambda row: row.layer)))
     grid = np.full((len(kinds), 1 + max(row.block or 0 for row in result.layers)), np.nan)
     for row in result.layers:
-        grid[kinds.index(row.kind), row.block or 0] = row.change
-    what = "won back by leaving it out" if config.leave_one_out else "increase with it alone quantized"
+        grid[kinds.index(row.kind), row.block or 0] = 1000 * row.change
+    what = "won back by leaving it out" if config.leave_one_out else "increase with it quantized"
     draw_grids(
         config.out / "sensitivity.png",
         [kind or "all layers" for kind in kinds],
         {f"by {config.by}": grid},
-        label=f"validation loss, {what} (nats)",
+        label=f"validation loss, {what} (nats / 1000)",
         title=f"{config.recipe} on {result.model}, {datetime.date.today()}",
         high_is_dark=True,
-        form=lambda value: f"{value:+.3f}",
+        form=lambda value: f"{value:+.2f}",
     )
 
 

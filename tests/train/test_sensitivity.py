@@ -1,0 +1,132 @@
+"""`fp4jax sensitivity` on a run of the micro model, and on a fresh tiny one."""
+
+import json
+import math
+
+import matplotlib.image
+import micro
+import numpy as np
+import pytest
+from rich.console import Console
+
+from fp4jax.cli import main
+from fp4jax.train import sensitivity as module
+from fp4jax.train.errors import ConfigError
+from fp4jax.train.evaluate import recipe_rules, score
+from fp4jax.train.job import train
+from fp4jax.train.model_files import open_model
+from fp4jax.train.naming import parse_recipe
+from fp4jax.train.sensitivity import SensitivityConfig, sensitivity, sensitivity_table
+
+QUIET = Console(quiet=True)
+BATCHES = {"batch_size": 2, "max_tokens": 96}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """The folder of a trained micro model."""
+    folder = tmp_path_factory.mktemp("sensitivity")
+    paths = micro.write_text(folder)
+    out, _ = train(micro.train_config(paths, folder / "run"), QUIET)
+    return out
+
+
+def loss_under(run, recipe, high_precision):
+    model = open_model(str(run))
+    rules = recipe_rules(parse_recipe(recipe), high_precision)
+    scores = score(model.config, model.params, rules, model.corpus, seq_len=model.seq_len, **BATCHES)
+    return scores["all"].loss
+
+
+def test_the_ends_and_a_kind_of_layer_are_the_losses_that_rules_give(run):
+    result = sensitivity(SensitivityConfig(model=str(run), recipe="fp4_direct", by="kind", **BATCHES), QUIET)
+    assert result.high_precision_loss == pytest.approx(loss_under(run, "bf16", "embed|head"), rel=1e-6)
+    assert result.quantized_loss == pytest.approx(loss_under(run, "fp4_direct", "embed|head"), rel=1e-6)
+    down = next(row for row in result.layers if row.layer == "mlp.down")
+    assert down.loss == pytest.approx(loss_under(run, "fp4_direct", r"^(?!layers\.mlp\.down)"), rel=1e-6)
+    assert down.change == pytest.approx(down.loss - result.high_precision_loss, abs=1e-6)
+    assert len(result.layers) == 7
+    assert all(row.error > 0 for row in result.layers)
+
+
+def test_layers_are_ranked_and_written(run, tmp_path, capsys):
+    out = tmp_path / "out"
+    words = [str(run), "--recipe", "fp4_direct", "--leave-one-out", "--batch-size", "2", "--max-tokens", "96"]
+    assert main(["sensitivity", *words, "--top", "3", "--out", str(out)]) == 0
+    shown = capsys.readouterr().out
+    assert "fp4_direct, all layers but one quantized" in shown
+    assert "11 less sensitive not shown" in shown
+    record = json.loads((out / "sensitivity.json").read_text())
+    layers = record["layers"]
+    assert len(layers) == 14  # 7 layers of 2 blocks
+    assert [row["change"] for row in layers] == sorted((row["change"] for row in layers), reverse=True)
+    assert layers[0]["layer"] in shown
+    for row in layers:  # what is won back by leaving it out
+        assert row["change"] == pytest.approx(record["quantized_loss"] - row["loss"], abs=1e-6)
+    assert record["settings"]["leave_one_out"] is True
+    assert record["command"].startswith("fp4jax")
+    assert matplotlib.image.imread(out / "sensitivity.png").std() > 0.05
+
+
+def test_a_fresh_tiny_model_is_trained_first(monkeypatch, tmp_path):
+    # One block of the tiny model: what is trained is the preset's, and that takes a minute.
+    paths = micro.write_text(tmp_path)
+    monkeypatch.setattr(module, "ModelOptions", lambda: micro.MODEL)
+    config = SensitivityConfig(text=paths, train_steps=1, by="block", seq_len=16, **BATCHES)
+    result = sensitivity(config, QUIET)
+    assert result.model == "tiny, 1 steps"
+    assert {row.layer for row in result.layers} == {"block 0", "block 1"}
+    assert 4 < result.high_precision_loss < 7  # near log 256
+
+
+def test_a_loss_that_is_not_finite_ranks_first():
+    change, error = module._paired(np.array([1.0, 2.0]), np.array([math.nan, 2.0]), np.array([3.0, 3.0]))
+    assert math.isnan(change)
+    assert math.isnan(error)
+    rows = [
+        module.Sensitivity("a", "a", 0, 1.0, 0.5, 0.1),
+        module.Sensitivity("b", "b", 0, math.nan, math.nan, math.nan),
+    ]
+    result = module.SensitivityResult("m", 1.0, math.nan, 6, tuple(sorted(rows, key=module.by_change)))
+    assert [row.layer for row in result.layers] == ["b", "a"]
+    assert sensitivity_table(result, SensitivityConfig()).row_count == 2
+
+
+def test_the_error_of_a_difference_is_that_of_a_weighted_mean():
+    before, after = np.array([10.0, 10.0, 10.0, 10.0]), np.array([12.0, 14.0, 12.0, 14.0])
+    change, error = module._paired(before, after, np.full(4, 2.0))
+    assert change == pytest.approx(1.5)
+    assert error == pytest.approx(np.std([1.0, 2.0, 1.0, 2.0], ddof=1) / 2)
+    assert math.isnan(module._paired(before[:1], after[:1], np.ones(1))[1])
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"recipe": "bf16"}, "recipe 'bf16' quantizes nothing, so no layer is sensitive to it; take fp4, say"),
+        ({"recipe": "fp5"}, "recipe 'fp5' is unknown; choose from"),
+        ({"top": 0}, "top=0 must be a positive integer"),
+        ({"max_tokens": -1}, "max_tokens=-1 must be positive, or 0 for the whole text"),
+        ({"seed": -1}, "seed=-1 must be at least 0"),
+        ({"step": 3}, "step=3 needs the run that has a checkpoint of this step"),
+    ],
+)
+def test_settings_that_cannot_be_used_say_why(fields, message):
+    with pytest.raises(ConfigError, match=message):
+        SensitivityConfig(**fields).resolved()
+
+
+def test_errors_are_one_line(run, tmp_path, capsys):
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    for words, message in (
+        (["nowhere"], "no such model: 'nowhere'"),
+        ([str(run), "--step", "77"], "77"),
+        (["--out", str(tmp_path / "full")], "is in use: give a new or empty folder"),
+        (["--by", "head"], "head"),
+        ([str(run), "--high-precision", ".*"], "matches"),
+    ):
+        assert main(["sensitivity", *words]) == 2
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1
+        assert message in error
