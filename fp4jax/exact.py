@@ -30,6 +30,16 @@ def as_float32(x: Array) -> Array:
     raise TypeError(f"x has dtype {x.dtype}; quantization takes float32, bfloat16 or float16 (cast it first)")
 
 
+def pinned(x: Array) -> Array:
+    """x as one array that is computed once, whatever reads it.
+
+    The compiler may copy what makes x into each loop that reads it, and round it differently in each (a · b + c in one
+    rounding or in two): the maximum of x is then taken of other numbers than are divided by it, and x - clamp(x) is not
+    0 where nothing is clamped. Every quantizer therefore begins here.
+    """
+    return lax.optimization_barrier(x)
+
+
 def magnitude(x: Array) -> Array:
     """|x| to take a maximum of: NaN becomes infinity, and a subnormal 2⁻¹²⁶.
 

@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 
 from fp4jax.blocks import explicit_sharding
-from fp4jax.exact import as_float32
+from fp4jax.exact import as_float32, pinned
 from fp4jax.formats import E4M3, FloatFormat
 from fp4jax.scaling import manual_axes, normalize_axis
 from fp4jax.typing import Array, Axis, AxisName
@@ -85,7 +85,7 @@ def clamp_outliers(x: Array, occ: OCC, *, axis: Axis) -> tuple[Array, Array]:
         >>> clamped.tolist(), residual[0].item(), residual[7].item()
         ([2.0, 2.0, 2.0, 3.0, 4.0, 5.0, 6.0, 6.0], -2.0, 1.0)
     """
-    x = jnp.asarray(x)
+    x = pinned(jnp.asarray(x))
     value = as_float32(x)
     lo, hi = thresholds(x, occ, normalize_axis(axis, x.ndim))
     clamped = clip(value, lo, hi)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from fp4jax.exact import as_float32, magnitude, multiply
+from fp4jax.exact import as_float32, magnitude, multiply, pinned
 from fp4jax.formats import FloatFormat
 from fp4jax.rounding import NEAREST_EVEN, Rounding
 from fp4jax.scaling import AbsMax, Granularity, PerVector, ScaleRule, Scales, TwoLevel, manual_axes, normalize_axis
@@ -171,7 +171,7 @@ def quantize(x: Array, spec: QuantSpec, *, axis: Axis, key: Key | None = None) -
     axes = normalize_axis(axis, x.ndim)
     if spec.needs_key and key is None:
         raise ValueError(f"rounding={spec.rounding!r} draws noise and key=None; pass key=jax.random.key(...)")
-    x = lax.stop_gradient(as_float32(x))
+    x = lax.stop_gradient(as_float32(pinned(x)))
     scales = find_scales(x, spec, axes)
     values = grid_values(x, scales, spec, axes, key)
     # E2M1 has no NaN, and casts of NaN to it differ by device: the scale carries it.

@@ -16,6 +16,7 @@ from fp4jax.dot.call import Call
 from fp4jax.dot.geometry import Geometry
 from fp4jax.dot.prepared import Prepared
 from fp4jax.dot.registry import BACKENDS, check_name, choose
+from fp4jax.exact import pinned
 from fp4jax.recipe import Recipe
 from fp4jax.scaling import normalize_axis
 from fp4jax.typing import Array, Axis, DimensionNumbers, Key
@@ -31,14 +32,14 @@ def _dot(lhs: Array, rhs: Array, lhs_quantized: Any, rhs_quantized: Any, key: Ke
 def _dot_fwd(lhs, rhs, lhs_quantized, rhs_quantized, key, call):
     backend = BACKENDS[call.backend]
     if lhs_quantized is None:
-        lhs_quantized = backend.quantize_lhs(lhs, call.recipe, call.lhs_axis, key)
+        lhs_quantized = backend.quantize_lhs(pinned(lhs), call.recipe, call.lhs_axis, key)
     if rhs_quantized is None:
-        rhs_quantized = backend.quantize_rhs(rhs, call.recipe, call.rhs_axis, key)
+        rhs_quantized = backend.quantize_rhs(pinned(rhs), call.recipe, call.rhs_axis, key)
     return backend.fprop(lhs, rhs, lhs_quantized, rhs_quantized, key, call)
 
 
 def _dot_bwd(call, residuals, g):
-    backend = BACKENDS[call.backend]
+    backend, g = BACKENDS[call.backend], pinned(g)
     return backend.dgrad(residuals, g, call), backend.wgrad(residuals, g, call), None, None, None
 
 
@@ -162,7 +163,7 @@ def _prepare(
     call = Call(recipe, geometry, array.dtype, array.dtype, array.dtype, "", **shardings)
     chosen = choose(backend, call)
     quantize = BACKENDS[chosen].quantize_lhs if side == "lhs" else BACKENDS[chosen].quantize_rhs
-    quantized = lax.stop_gradient(quantize(lax.stop_gradient(array), recipe, axes, key))
+    quantized = lax.stop_gradient(quantize(lax.stop_gradient(pinned(array)), recipe, axes, key))
     return Prepared(array, quantized, side, recipe, axes, chosen)
 
 
