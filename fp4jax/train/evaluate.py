@@ -102,7 +102,7 @@ class Score:
     @property
     def perplexity(self) -> float:
         """e^loss; infinite where a float cannot hold it."""
-        return math.exp(self.loss) if self.loss < 700 else math.inf
+        return math.inf if self.loss > 700 else math.exp(self.loss)
 
     @property
     def bits_per_byte(self) -> float:

@@ -82,11 +82,11 @@ def read_text(model: TrainedModel, text: DataOptions | None = None) -> Corpus:
 
     Args:
         model: from `open_model`.
-        text: which. None is what the model's run held out, or the novels in the package. A tokenizer it names, or one
-            that a prepared folder has, takes the place of the model's.
+        text: which. None is what the model's run held out, or the novels in the package. A tokenizer it names takes the
+            place of the model's.
 
     Raises:
-        ConfigError: the model has no tokenizer, or fewer tokens than the text.
+        ConfigError: the model has no tokenizer, or fewer tokens than the text, or a prepared folder has another's.
         DataError: unusable text.
     """
     if text is None and model.data is not None:
@@ -94,6 +94,8 @@ def read_text(model: TrainedModel, text: DataOptions | None = None) -> Corpus:
     text = text or DataOptions()
     if text.tokenizer is not None or _is_prepared(text):
         corpus = load(text)
+        if text.tokenizer is None:
+            _check_same_tokens(text.text[0], model)
     elif model.tokenizer is not None:
         with tempfile.TemporaryDirectory() as scratch:
             file = Path(scratch) / TOKENIZER
@@ -106,6 +108,18 @@ def read_text(model: TrainedModel, text: DataOptions | None = None) -> Corpus:
     if corpus.vocab_size > (known := model.config.vocab_size):
         raise ConfigError(f"the text has {corpus.vocab_size} different tokens, and {model.name!r} knows {known}")
     return corpus
+
+
+def _check_same_tokens(folder: Path, model: TrainedModel) -> None:
+    """A prepared folder holds numbers of tokens, which another tokenizer's model would read as other words."""
+    if model.tokenizer is None:
+        return
+    with readable_errors():
+        prepared = interop.load_tokenizer(folder / TOKENIZER)
+    if prepared.get_vocab() != model.tokenizer.get_vocab():
+        raise ConfigError(
+            f"{str(folder)!r} was prepared with another tokenizer than that of {model.name!r}: give the text itself"
+        )
 
 
 def from_json[T](kind: type[T], values: Any, where: str) -> T:

@@ -20,7 +20,7 @@ from fp4jax.cli import main
 from fp4jax.models import Llama, LlamaConfig, token_nll
 from fp4jax.train.checkpoint import Checkpointer
 from fp4jax.train.config import TrainConfig, to_json
-from fp4jax.train.data import DataError, DataOptions, load
+from fp4jax.train.data import DataError, DataOptions, PrepareOptions, load, prepare
 from fp4jax.train.errors import ConfigError
 from fp4jax.train.evaluate import EvalConfig, Score, evaluate, score, score_tables
 from fp4jax.train.job import train
@@ -251,3 +251,32 @@ def test_a_damaged_checkpoint_is_named(capsys, run, tmp_path):
     assert "step 6" in message
     assert "is damaged" in message
     assert "--step" in message or "step 4" in message
+
+
+def test_a_folder_prepared_with_another_tokenizer_is_refused(tmp_path, model):
+    (tmp_path / "text.txt").write_text("word3 word4 word19 " * 9)
+    words_tokenizer(20).save(str(tmp_path / "tokenizer.json"))
+    options = PrepareOptions(
+        files=(tmp_path / "text.txt",), out=tmp_path / "text", tokenizer=tmp_path / "tokenizer.json"
+    )
+    prepare(options)
+    text = DataOptions(text=(tmp_path / "text",))
+    for name, size in (("same", 20), ("other", 30)):
+        interop.save_hf(tmp_path / name, BYTES, model, tokenizer=words_tokenizer(size))
+    assert read_text(open_model(str(tmp_path / "same")), text).num_tokens == 28
+    with pytest.raises(ConfigError, match=r"text' was prepared with another tokenizer than that of .*other'"):
+        read_text(open_model(str(tmp_path / "other")), text)
+
+
+def test_weights_that_are_not_finite_score_nan(model, tmp_path):
+    params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    params["norm"]["scale"] = jnp.full_like(params["norm"]["scale"], jnp.nan)
+    interop.save_hf(tmp_path / "hf", BYTES, params)
+    (tmp_path / "text.txt").write_text("Call me Ishmael.")
+    config = EvalConfig(
+        model=str(tmp_path / "hf"), recipes=("bf16",), text=(tmp_path / "text.txt",), out=tmp_path / "a.json", seq_len=8
+    )
+    s = evaluate(config, quiet())["bf16"]["all"]
+    assert math.isnan(s.loss)
+    assert math.isnan(s.perplexity)
+    assert json.loads((tmp_path / "a.json").read_text())["recipes"]["bf16"]["all"]["loss"] is None
