@@ -23,7 +23,7 @@ from fp4jax.train.config import LoopOptions, ModelOptions, Settings, to_json
 from fp4jax.train.data import Corpus, DataOptions, validation_batches
 from fp4jax.train.errors import ConfigError
 from fp4jax.train.evaluate import recipe_rules
-from fp4jax.train.model_files import open_model
+from fp4jax.train.model_files import open_model, read_text
 from fp4jax.train.naming import parse_recipe
 from fp4jax.train.plots import require_matplotlib
 from fp4jax.train.rundir import circumstances, write_json
@@ -260,11 +260,12 @@ def _trained(config: SensitivityConfig) -> tuple[str, LlamaConfig, Params, Corpu
     """The model that was named."""
     assert config.model is not None
     text = DataOptions(text=config.text) if config.text else None
-    model = open_model(config.model, text=text, step=config.step)
+    model = open_model(config.model, step=config.step)
+    corpus = read_text(model, text)
     seq_len = config.seq_len or model.seq_len
     if seq_len > model.config.max_seq_len:
         raise ConfigError(f"seq_len={seq_len} is more than the {model.config.max_seq_len} that {model.name!r} takes")
-    return model.name, model.config, model.params, model.corpus, seq_len
+    return model.name, model.config, model.params, corpus, seq_len
 
 
 def _fresh(config: SensitivityConfig, console: Console) -> tuple[str, LlamaConfig, Params, Corpus, int]:

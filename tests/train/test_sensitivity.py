@@ -14,7 +14,7 @@ from fp4jax.train import sensitivity as module
 from fp4jax.train.errors import ConfigError
 from fp4jax.train.evaluate import recipe_rules, score
 from fp4jax.train.job import train
-from fp4jax.train.model_files import open_model
+from fp4jax.train.model_files import open_model, read_text
 from fp4jax.train.naming import parse_recipe
 from fp4jax.train.sensitivity import SensitivityConfig, sensitivity, sensitivity_table
 
@@ -34,7 +34,7 @@ def run(tmp_path_factory):
 def loss_under(run, recipe, high_precision):
     model = open_model(str(run))
     rules = recipe_rules(parse_recipe(recipe), high_precision)
-    scores = score(model.config, model.params, rules, model.corpus, seq_len=model.seq_len, **BATCHES)
+    scores = score(model.config, model.params, rules, read_text(model), seq_len=model.seq_len, **BATCHES)
     return scores["all"].loss
 
 
