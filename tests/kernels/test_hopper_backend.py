@@ -1,31 +1,22 @@
-"""The "hopper" backend: its thresholds, and what it refuses.
+"""The "hopper" backend: what it refuses, and a model of which it runs every linear.
 
 ``tests/test_conformance_dot.py`` compares it with the NumPy model, ``tests/dot/test_hopper.py`` tests it on meshes.
 """
 
+import collections
+import dataclasses
+
+import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
+from flax import nnx
 
 import fp4jax
 from fp4jax import kernels
-from fp4jax.dot import hopper_operands
-from fp4jax.outliers import thresholds
+from fp4jax.models import Llama, cross_entropy
+from fp4jax.models.configs import MODELS
 
 recipes = fp4jax.recipes
-
-
-def test_exact_thresholds_are_those_of_the_xla_backend():
-    x = np.random.default_rng(0).standard_t(1, (12, 101))
-    x[::2] = 0.5  # many equal values
-    x = jnp.asarray(x, jnp.float32).astype(jnp.bfloat16)
-    occ = fp4jax.OCC(0.99)
-    with kernels.interpret():
-        got = hopper_operands.thresholds(x, occ, ())
-    for value, want in zip(got, thresholds(x, occ, (-1,)), strict=True):
-        assert value.shape == ()
-        assert value.dtype == want.dtype
-        assert value == want.reshape(())
 
 
 def test_what_it_does_not_support_is_listed():
@@ -48,3 +39,22 @@ def test_what_it_does_not_support_is_listed():
             fp4jax.dot_general(x.T, w, (((0,), (0,)), ((), ())), recipe=recipes.fp4(), backend="hopper")
         with pytest.raises(ValueError, match="batch axes"):
             fp4jax.dot_general(x[None], w[None], (((2,), (1,)), ((0,), (0,))), recipe=recipes.fp4(), backend="hopper")
+
+
+def test_every_linear_of_a_llama_runs_on_it():
+    """The 1.3B model at sequence 2048, traced for an H200: forward and both gradients, in a scan over remat."""
+    config = dataclasses.replace(MODELS["1.3b"], remat="quantized", attention="xla")
+
+    def loss(params, tokens):
+        logits = nnx.merge(graph, params)(tokens[:, :-1])
+        return cross_entropy(logits, tokens[:, 1:])
+
+    with jax.numpy_dtype_promotion("standard"), kernels.lowering_for():
+        rules = [("head", None), (".*", recipes.fp4())]
+        graph, params = nnx.split(nnx.eval_shape(lambda: Llama(config, rules=rules, rngs=nnx.Rngs(0))))
+        tokens = jax.ShapeDtypeStruct((1, 2049), jnp.int32)
+        found = fp4jax.explain(jax.grad(loss), params, tokens).check(recipe="fp4", backend="hopper", share=0.8)
+    kinds = collections.Counter(p.kind for p in found.quantized)
+    assert kinds == {"fprop": 7, "dgrad": 7, "wgrad": 7}
+    assert {p.count for p in found.quantized} == {24}
+    assert {p.out for p in found.quantized if p.kind != "wgrad"} == {"bfloat16"}
