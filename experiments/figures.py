@@ -107,11 +107,12 @@ def _main(experiment: Experiment, results: Results) -> Any:
 
 def _final_gaps(axis: Any, experiment: Experiment, results: Results, colors: Mapping[str, str]) -> None:
     """A bar an arm with its seeds as dots, and the paper's gap as a diamond where it is in range."""
-    bases = {label: results.get(experiment.baseline_of(label)) for label in results}
-    arms = [arm for arm in experiment.arms if bases.get(arm.label) not in (None, results.get(arm.label))]
-    gaps = {
-        arm.label: gap_percent(results[arm.label].final(HEADLINE), bases[arm.label].final(HEADLINE)) for arm in arms
-    }
+    gaps = {}
+    for label, lanes in results.items():
+        base = results.get(experiment.baseline_of(label))
+        if base is not None and base is not lanes:
+            gaps[label] = gap_percent(lanes.final(HEADLINE), base.final(HEADLINE))
+    arms = [arm for arm in experiment.arms if arm.label in gaps]
     paper_base = next((arm.paper for arm in experiment.arms if arm.label == experiment.baseline), None)
     largest = 1.35 * max((float(np.max(np.abs(values))) for values in gaps.values()), default=1.0)
     largest = max(largest, 5.0) if paper_base else largest

@@ -83,7 +83,7 @@ class MeasuredArm(Arm):
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.measured: list[dict[str, Any]] = []
-        self._plain_step = self.train_step
+        self._plain_step: Any = self.train_step
         self.train_step = self._step
         rows = validation_batches(self.text.split.validation, self.plan.seq_len, ROWS, limit=1)[0]["tokens"][:, :-1]
         self._rows = self.placement.batch(rows)

@@ -19,6 +19,7 @@ from fp4jax.recipes import RECIPES
 from fp4jax.train.arm import Text
 from fp4jax.train.data import DataOptions, validation_batches
 from fp4jax.train.display import Progress
+from fp4jax.train.errors import ConfigError
 from fp4jax.train.loop import Interrupted, StopSignal, train_arm
 from fp4jax.train.metrics import MetricsLog
 from fp4jax.train.optimizer import OPTIMIZERS
@@ -72,7 +73,7 @@ def run(pieces: Sequence[Piece], console: Console, limits: Limits = Limits(), ro
                     break
                 data = piece.settings.data
                 if data not in texts:
-                    texts[data] = Text.load(data)
+                    texts[data] = _text(data)
                 start = time.monotonic()
                 try:
                     record = train(piece, texts[data], stop)
@@ -157,6 +158,12 @@ def _registered(experiments: Sequence[Experiment]) -> Iterator[None]:
         for registry, rows in new:
             for name in rows:
                 del registry[name]
+
+
+def _text(options: DataOptions) -> Text:
+    if missing := [path for path in options.text if not path.exists()]:
+        raise ConfigError(f"no text at {str(missing[0])!r}: prepare it as docs/experiments.md says")
+    return Text.load(options)
 
 
 def _line(piece: Piece, record: store.Record, path: Path, elapsed: float) -> str:

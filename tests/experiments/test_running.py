@@ -16,6 +16,7 @@ from small import small
 from experiments import probes, report, running, store
 from experiments.catalog import EXPERIMENTS
 from experiments.experiment import ROOT, Piece
+from experiments.headline import speed
 from experiments.optimizers import set_lanes
 from fp4jax.recipes import RECIPES
 from fp4jax.train.arm import Text
@@ -97,6 +98,15 @@ def test_a_piece_that_would_not_fit_is_not_started(ran):
     assert "occ/no OCC: needs about 77 s, 5 s are left" in console.file.getvalue()
 
 
+def test_a_missing_text_is_named(ran, tmp_path):
+    root, experiment, _ = ran
+    settings = dataclasses.replace(experiment.settings, data=DataOptions(text=(tmp_path / "english",)))
+    piece = Piece(dataclasses.replace(experiment, settings=settings), experiment.arms[1])
+    with pytest.raises(ConfigError, match=r"no text at '.*english': prepare it as docs/experiments.md says"):
+        running.run([piece], say(), root=root)
+    assert not list(root.glob(".*.claim"))
+
+
 def test_a_piece_of_another_process_is_left_to_it(ran):
     root, experiment, _ = ran
     piece = experiment.pieces()[1]
@@ -150,7 +160,7 @@ def test_results_of_different_texts_and_damaged_ones_are_refused(ran, tmp_path):
         store.read(path)
 
 
-@pytest.mark.parametrize("name", ["dge", "granularity", "optimizer", "published_code", "backward"])
+@pytest.mark.parametrize("name", ["dge", "granularity", "optimizer", "backward"])
 def test_the_train_step_of_the_last_arm_can_be_traced(name):
     """The other experiments have no kind of arm that these, `ran` and the lanes do not have."""
     piece = small(EXPERIMENTS[name]).pieces()[-1]
@@ -159,6 +169,18 @@ def test_the_train_step_of_the_last_arm_can_be_traced(name):
     state, metrics = jax.eval_shape(arm.train_step, arm.abstract_state, tokens)
     assert metrics["loss"].shape == (len(piece.lanes),)
     assert jax.tree.map(lambda x: x.dtype, state) == jax.tree.map(lambda x: x.dtype, arm.abstract_state)
+
+
+def test_the_speed_of_a_step_is_measured_and_shown(tmp_path, monkeypatch):
+    monkeypatch.setattr("experiments.base.english", lambda size: small(EXPERIMENTS["headline"]).settings)
+    monkeypatch.setattr("experiments.base.SEEDS", (0, 1))
+    monkeypatch.setattr(speed, "RESULTS", tmp_path)
+    monkeypatch.setattr(speed, "TIMED", 2)
+    speed.main(speed.Options(size="micro", recipes=("bf16",)))
+    row = json.loads((tmp_path / "speed-micro.json").read_text())["recipes"]["bf16"]
+    assert row["tokens_per_second"] == pytest.approx(2 * 4 * 32 / row["milliseconds"] * 1e3)
+    assert row["memory"] > 0
+    assert f"| `bf16` | {row['milliseconds']:.1f} | " in speed.table()
 
 
 def test_lanes_multiply_the_learning_rate():

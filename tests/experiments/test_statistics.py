@@ -63,6 +63,7 @@ def test_readmes_say_what_the_stored_results_say(experiment):
         return
     for part in (results_table(experiment, results), claims_table(experiment, results), circumstances_text(results)):
         assert part in made
+    assert experiment.appendix is None or experiment.appendix() in made
 
 
 def test_stored_results_belong_to_an_arm_and_name_no_place():
