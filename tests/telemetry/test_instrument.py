@@ -13,7 +13,6 @@ from reference import QUICK, assert_statistics, statistics
 import fp4jax
 from fp4jax import E2M1, E5M2, Gemm, PerTensor, QuantSpec, Recipe, telemetry
 from fp4jax.models import Llama, LlamaConfig, cross_entropy
-from fp4jax.nn import default_rules
 
 FORWARD = Recipe("forward", Gemm(QuantSpec(E2M1), None), Gemm(QuantSpec(E5M2, PerTensor()), None))
 NOISY = dataclasses.replace(
@@ -27,7 +26,8 @@ TOKENS = jax.random.randint(jax.random.key(7), (2, 9), 0, CONFIG.vocab_size)
 
 def llama(recipe=FORWARD, **changes):
     config = dataclasses.replace(CONFIG, **changes)
-    return Llama(config, rules=default_rules(recipe), rngs=nnx.Rngs(params=0, noise=1))
+    rules = [(r"query|down", recipe), (".*", None)]  # two of seven layers compile in a third of the time
+    return Llama(config, rules=rules, rngs=nnx.Rngs(params=0, noise=1))
 
 
 def language_loss(model, tokens):
@@ -101,7 +101,7 @@ def test_loss_and_gradients_are_the_same_bits_with_telemetry_on(recipe, changes)
     on, sums = training(telemetry.instrument(model), with_probes=True)
     assert_bit_equal(on, plain)
     snapshot = telemetry.collect(sums)
-    assert len(snapshot.layers) == 7
+    assert snapshot.layers == ("layers.attention.query", "layers.mlp.down")
     for layer in snapshot.layers:
         for place in snapshot.places:
             assert [record.index for record in snapshot.of(layer, place)] == [(0,), (1,), (2,)]  # traps 36 and 68
@@ -141,9 +141,9 @@ def test_a_meter_does_not_touch_the_model_and_follows_it():
     first, again = meter(model, TOKENS), meter(model, TOKENS)
     assert first == again  # the same noise: nothing was advanced
     assert_bit_equal(nnx.state(model, nnx.Not(nnx.RngKey)), before)
-    up = model.layers.mlp.up.kernel
-    up[...] = up[...].at[1].set(0)
-    (_, changed, _) = meter(model, TOKENS).of("layers.mlp.up", "fprop.rhs")
+    down = model.layers.mlp.down.kernel
+    down[...] = down[...].at[1].set(0)
+    (_, changed, _) = meter(model, TOKENS).of("layers.mlp.down", "fprop.rhs")
     assert changed.snr_db == np.inf
     with pytest.raises(ValueError, match="the model has another structure than the one this Meter was made for"):
         meter(llama(FORWARD), TOKENS)
@@ -187,7 +187,7 @@ def test_vmap_over_models_gives_each_its_statistics():
     create = nnx.vmap(lambda key: Stack(FORWARD, 2, nnx.Rngs(key)))
     graphdef, probes, state = nnx.split(telemetry.instrument(Stack(FORWARD, 2, nnx.Rngs(0))), telemetry.Probe, ...)
     _, states = nnx.split(create(jax.random.split(jax.random.key(0), 4)))
-    sums = jax.vmap(lambda s: jax.grad(lambda p: square(nnx.merge(graphdef, p, s), X))(probes))(states)
+    sums = jax.vmap(lambda s: jax.grad(lambda p: square(nnx.merge(graphdef, p, s, copy=True), X))(probes))(states)
     snapshot = telemetry.collect(sums)
     assert [r.index for r in snapshot.of(place="fprop.lhs")] == [(m, b) for m in range(4) for b in range(2)]
     assert state is not None
