@@ -58,9 +58,11 @@ def record(module: linen.Module, rngs: Any, args: Any, kwargs: Any) -> tuple[Any
         if inner.scope is not None and context.method_name != "setup":
             kernel = _local(inner)
             able = isinstance(inner, LAYERS)
-            # A lifted layer runs inside the class that lifts it, under the same path; the inner one comes first.
             here = Seen(_name(type(inner)), kernel, able, refusal(inner) if able else None)
-            seen.setdefault(".".join(inner.path), here)
+            path = ".".join(inner.path)
+            # A lifted layer runs inside the class that lifts it, under the same path: the inner one ends first.
+            if path not in seen or (here.kernel and not seen[path].kernel):
+                seen[path] = here
         return out
 
     method = marked(kwargs.pop("method", None), ("record", next(_RECORDS)))

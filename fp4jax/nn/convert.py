@@ -58,6 +58,12 @@ def quantize_model[M: nnx.Module](
     _check(model, rngs, backend)
     layers = find_layers(model)
     able = [found for found in layers if found.kind is not None]
+    for found in layers:
+        if found.kind is None and found.product is not None:
+            raise ValueError(
+                f"{found.path!r} multiplies by fp4jax already, but its class {found.name} has no row in "
+                "fp4jax.nn.LAYERS, so no rule could change that; add one"
+            )
     stacks = _splittable(model)
     decided = resolve_blocks(
         rules,
@@ -68,8 +74,7 @@ def quantize_model[M: nnx.Module](
     plan = [(found, _agreed(found, [decided[path] for path in found.paths], stacks)) for found in able]
     products = [(found, recipes, _product(found, recipes, rngs, backend)) for found, recipes in plan]
     for found, recipes, product in products:
-        assert found.kind is not None
-        if product is not None or found.kind.dot_general(found.module) is not None:
+        if product is not None or found.product is not None:
             install(found, product, recipes[0] if len(set(recipes)) == 1 else None)
     return model
 
@@ -79,6 +84,8 @@ def noise_key(rngs: nnx.Rngs, path: str, stack: Sequence[int] = ()) -> jax.Array
 
     Nothing is drawn from `rngs`, so that the noise of one layer does not move when a rule changes another's recipe.
     """
+    if "noise" not in rngs and "default" not in rngs:
+        raise ValueError("rngs has neither a stream 'noise' nor a default one; pass nnx.Rngs(noise=0), or another seed")
     seed = rngs.noise.key[...]
     if seed.shape:
         raise ValueError(
@@ -144,8 +151,7 @@ def _product(found: Found, recipes: tuple[Recipe | None, ...], rngs: nnx.Rngs | 
     mixed = len(set(recipes)) > 1
     if not mixed and recipes[0] is None:
         return None
-    assert found.kind is not None
-    before = found.kind.dot_general(found.module)
+    before = found.product
     stream = None
     stochastic = next((recipe for recipe in recipes if recipe is not None and recipe.needs_key), None)
     if stochastic is not None:

@@ -92,6 +92,14 @@ class Found:
         return getattr(self.module, "kernel", None)
 
     @property
+    def product(self) -> Any:
+        """The product it holds, if that is one of fp4jax; a class without a row in `LAYERS` may have one too."""
+        if self.kind is not None:
+            return self.kind.dot_general(self.module)
+        held = getattr(self.module, "dot_general", None)
+        return held if isinstance(held, DotGeneral | KeyedDotGeneral) else None
+
+    @property
     def stack(self) -> tuple[int, ...]:
         """Sizes of the leading axes by which it is stacked; () for one layer."""
         if self.kind is None or self.kernel is None:

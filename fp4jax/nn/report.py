@@ -104,7 +104,7 @@ def describe_model(model: nnx.Module) -> ModelReport:
 
 
 def _row(found: Found) -> LayerReport:
-    product = None if found.kind is None else found.kind.dot_general(found.module)
+    product = found.product
     recipe: Recipe | tuple[Recipe | None, ...] | None = None
     backend = None
     if isinstance(product, BlockwiseDotGeneral):

@@ -96,10 +96,7 @@ def split_runs[M: nnx.Module](blocks: M) -> list[M]:
         part = treedef.unflatten([leaf[start:stop] for leaf in leaves])
         for found in find_layers(part):
             if found.path in mixed:
-                assert found.kind is not None
-                product = found.kind.dot_general(found.module).of_block(start)
-                recipe = mixed[found.path].recipes[start]
-                install(found, product, recipe)
+                install(found, found.product.of_block(start), mixed[found.path].recipes[start])
         parts.append(part)
     return parts
 
@@ -127,5 +124,5 @@ def join_runs[M: nnx.Module](blocks: M, parts: Sequence[M]) -> None:
 
 
 def _mixed(blocks: nnx.Module) -> dict[str, BlockwiseDotGeneral]:
-    products = {f.path: f.kind.dot_general(f.module) for f in find_layers(blocks) if f.kind is not None}
+    products = {found.path: found.product for found in find_layers(blocks)}
     return {path: product for path, product in products.items() if isinstance(product, BlockwiseDotGeneral)}

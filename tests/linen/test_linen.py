@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+from functools import partial
 from typing import Any
 
 import jax
@@ -24,6 +25,15 @@ ALL = [(".*", FP4)]
 X = jax.random.normal(jax.random.key(0), (6, 16))
 TOKENS = jnp.arange(8).reshape(2, 4)
 NUMBERS = (((1,), (0,)), ((), ()))
+dot = jax.jit(lambda x, w: fp4jax.dot_general(x, w, NUMBERS, recipe=FP4))
+
+
+class Plain(linen.Module):
+    """A residual dense layer."""
+
+    @linen.compact
+    def __call__(self, x, _=None):
+        return x + linen.Dense(16, name="out")(x), None
 
 
 class Block(linen.Module):
@@ -43,24 +53,30 @@ class Model(linen.Module):
     """Embedding, two blocks in one of the ways to run them, and a head."""
 
     mode: str = "loop"
+    block: Any = Block
     split: Any = dataclasses.field(default_factory=lambda: {"params": True, "noise": True})
 
     @linen.compact
     def __call__(self, tokens):
         x = linen.Embed(11, 16, name="embed")(tokens)
         if "scan" in self.mode:
-            block = linen.remat(Block, prevent_cse=False) if "remat" in self.mode else Block
+            block = linen.remat(self.block, prevent_cse=False) if "remat" in self.mode else self.block
             x, _ = linen.scan(block, variable_axes={"params": 0}, split_rngs=self.split, length=2)(name="blocks")(
                 x, None
             )
         else:
-            block = {"loop": Block, "remat": linen.remat(Block), "jit": JitBlock}[self.mode]
+            block = {"loop": self.block, "remat": linen.remat(self.block), "jit": JitBlock}[self.mode]
             for i in range(2):
                 x, _ = block(name=f"blocks_{i}")(x)
         return linen.Dense(11, name="head")(x)
 
 
 RULES = [("embed|head", None), (".*", FP4)]
+
+
+def shapes(model, x=TOKENS):
+    """Variables of a model, without their values."""
+    return jax.eval_shape(model.init, jax.random.key(0), x)
 
 
 def noise(seed):
@@ -77,15 +93,16 @@ def test_the_kernel_reaches_the_injected_product_unrounded(make):
     variables = dense.init(jax.random.key(0), X)
     assert set(variables) == {"params"}
     kernel = variables["params"]["kernel"]
-    expected = fp4jax.dot_general(X.astype(jnp.bfloat16), kernel, NUMBERS, recipe=FP4)
+    expected = dot(X.astype(jnp.bfloat16), kernel)
     assert kernel.dtype == jnp.float32
-    np.testing.assert_array_equal(dense.apply(variables, X), expected)
+    np.testing.assert_array_equal(jax.jit(dense.apply)(variables, X), expected)
 
 
 def test_injected_noise_comes_from_make_rng():
     dense = linen.Dense(12, use_bias=False, dot_general_cls=dot_general_cls(NOISY, noise="sr"))
     variables = dense.init({"params": jax.random.key(0), "sr": jax.random.key(1)}, X)
-    first, again, other = (dense.apply(variables, X, rngs={"sr": jax.random.key(i)}) for i in (0, 0, 1))
+    apply = jax.jit(dense.apply)
+    first, again, other = (apply(variables, X, rngs={"sr": jax.random.key(i)}) for i in (0, 0, 1))
     np.testing.assert_array_equal(first, again)
     assert bool(jnp.any(first != other))
     with pytest.raises(
@@ -109,10 +126,10 @@ def test_products_check_their_arguments():
 @pytest.mark.parametrize("mode", ["loop", "remat", "jit", "scan", "remat scan"])
 def test_a_model_follows_its_rules_however_it_runs_its_blocks(mode):
     model = Model(mode)
-    variables = model.init(jax.random.key(0), TOKENS)
-    model.apply(variables, TOKENS)  # so that linen.jit has compiled the block without rules
+    variables = jax.eval_shape(model.init, jax.random.key(0), TOKENS)
+    jax.eval_shape(model.apply, variables, TOKENS)  # so that linen.jit has traced the block without rules
     quantized = quantize_model(model, RULES)
-    jax.tree.map(np.testing.assert_array_equal, quantized.init(jax.random.key(0), TOKENS), variables)
+    assert jax.eval_shape(quantized.init, jax.random.key(0), TOKENS) == variables
 
     explanation = fp4jax.explain(quantized.apply, variables, TOKENS)
     kinds = [p.kind for p in explanation.products for _ in range(p.count)]
@@ -125,8 +142,9 @@ def test_a_model_follows_its_rules_however_it_runs_its_blocks(mode):
 
 
 def test_a_scan_equals_its_loop_and_trains():
-    loop, scan = (quantize_model(Model(mode), RULES) for mode in ("loop", "remat scan"))
+    loop, scan = (quantize_model(Model(mode, Plain), RULES) for mode in ("loop", "remat scan"))
     variables = loop.init(jax.random.key(0), TOKENS)
+    jax.tree.map(np.testing.assert_array_equal, variables, loop.module.init(jax.random.key(0), TOKENS))
     params = dict(variables["params"])
     blocks = [params.pop(f"blocks_{i}") for i in range(2)]
     stacked = {"params": {**params, "blocks": jax.tree.map(lambda *leaves: jnp.stack(leaves), *blocks)}}
@@ -157,10 +175,11 @@ def test_layers_multiply_unrounded_kernels(dtype):
     for layer in layers:
         variables = layer.init(jax.random.key(0), X)
         kernel, bias = variables["params"]["kernel"], variables["params"]["bias"] + 0.5
-        out = quantize_model(layer, ALL).apply({"params": {"kernel": kernel, "bias": bias}}, X)
+        out = jax.jit(quantize_model(layer, ALL).apply)({"params": {"kernel": kernel, "bias": bias}}, X)
         x = X if dtype is None else X.astype(dtype)
-        product = fp4jax.dot_general(x, kernel.reshape(16, 12), NUMBERS, recipe=FP4)
-        np.testing.assert_array_equal(out.reshape(6, 12), product + bias.reshape(12).astype(x.dtype))
+        product = jax.jit(lambda x, w, b: dot(x, w) + b)(x, kernel.reshape(16, 12), bias.reshape(12).astype(x.dtype))
+        assert out.dtype == x.dtype
+        np.testing.assert_array_equal(out.reshape(6, 12), product)
 
 
 @pytest.mark.parametrize("equation", ["...d,dhk->...hk", "td,dhk->hkt", "td,hdk->thk", "htd,hdk->htk"])
@@ -172,10 +191,19 @@ def test_einsum_and_its_bias_are_those_of_flax(equation):
         variables["params"]["bias"].shape
     )
     exact = quantize_model(layer, [(".*", BF16)])  # quantizes nothing: the product in the dtype of the input
-    np.testing.assert_allclose(exact.apply(variables, x), layer.apply(variables, x), rtol=1e-5, atol=1e-5)
+    out, expected = (jax.jit(model.apply)(variables, x) for model in (exact, layer))
+    np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-5)
 
 
 # --- noise ---------------------------------------------------------------------------------------------------------
+
+
+class Pair(linen.Module):
+    """Two layers of the same input."""
+
+    @linen.compact
+    def __call__(self, x):
+        return linen.Dense(16, name="a")(x), linen.Dense(16, name="b")(x)
 
 
 class Repeated(linen.Module):
@@ -198,17 +226,14 @@ class Repeated(linen.Module):
 def test_draws_differ_by_block_layer_and_step():
     model = quantize_model(Repeated(), [(".*", NOISY)])
     variables = model.init(jax.random.key(0), X)
-    first, again, next_step = (model.apply(variables, X, rngs=noise(i)) for i in (0, 0, 1))
+    first, again, next_step = (jax.jit(model.apply)(variables, X, rngs=noise(i)) for i in (0, 0, 1))
     np.testing.assert_array_equal(first, again)
     assert bool(jnp.any(first != next_step))
     assert len({draw.tobytes() for draw in np.asarray(first)}) == 3
-    pair = quantize_model(linen.Sequential([linen.Dense(16), linen.Dense(16)]), [(".*", NOISY)])
-    kernel = jax.random.normal(jax.random.key(1), (16, 16))
-    same = {"params": {f"layers_{i}": {"kernel": kernel, "bias": jnp.zeros(16)} for i in range(2)}}
-    alone = quantize_model(linen.Sequential([linen.Dense(16)]), [(".*", NOISY)])
-    one = alone.apply({"params": {"layers_0": same["params"]["layers_0"]}}, X, rngs=noise(0))
-    two = alone.apply({"params": {"layers_0": same["params"]["layers_1"]}}, one, rngs=noise(0))
-    assert bool(jnp.any(pair.apply(same, X, rngs=noise(0)) != two))  # the second layer has noise of its own
+    pair = quantize_model(Pair(), [(".*", NOISY)])
+    same = {"kernel": jax.random.normal(jax.random.key(1), (16, 16)), "bias": jnp.zeros(16)}
+    a, b = jax.jit(pair.apply)({"params": {"a": same, "b": same}}, X, rngs=noise(0))
+    assert bool(jnp.any(a != b))
 
 
 def test_noise_may_come_from_a_stream_the_model_splits_already():
@@ -220,7 +245,8 @@ def test_noise_may_come_from_a_stream_the_model_splits_already():
     ):
         quantize_model(model, rules).apply(variables, TOKENS, rngs=noise(0))
     quantized = quantize_model(model, rules, noise="dropout")
-    a, b = (quantized.apply(variables, TOKENS, rngs={"dropout": jax.random.key(i)}) for i in (0, 1))
+    apply = jax.jit(quantized.apply)
+    a, b = (apply(variables, TOKENS, rngs={"dropout": jax.random.key(i)}) for i in (0, 1))
     assert bool(jnp.any(a != b))
 
 
@@ -229,7 +255,7 @@ def test_noise_may_come_from_a_stream_the_model_splits_already():
 
 def test_blocks_by_number():
     model = Model("loop")
-    variables = model.init(jax.random.key(0), TOKENS)
+    variables = shapes(model)
     quantized = quantize_model(model, [keep_blocks("blocks", last=1), *RULES])
     rows = {row.path: row.recipe for row in describe_model(quantized, TOKENS).layers}
     assert rows["blocks_0.out"] == FP4
@@ -245,17 +271,17 @@ def test_single_blocks_of_a_scan_are_refused(pattern):
         "is a stack of 2 blocks that linen.scan or linen.vmap run as one, so they share a recipe, but the rules give"
     )
     with pytest.raises(ValueError, match=message):
-        quantized.init(jax.random.key(0), TOKENS)
+        shapes(quantized)
     with pytest.raises(ValueError, match=message):
-        quantized.apply(Model("scan").init(jax.random.key(0), TOKENS), TOKENS)
+        jax.eval_shape(quantized.apply, shapes(Model("scan")), TOKENS)
 
 
 def test_a_rule_that_matches_nothing_raises_in_init_apply_and_the_table():
     quantized = quantize_model(Model(), [("haed", None), (".*", FP4)])
-    variables = Model().init(jax.random.key(0), TOKENS)
+    variables = shapes(Model())
     for run in (
-        lambda: quantized.init(jax.random.key(0), TOKENS),
-        lambda: quantized.apply(variables, TOKENS),
+        lambda: shapes(quantized),
+        lambda: jax.eval_shape(quantized.apply, variables, TOKENS),
         lambda: describe_model(quantized, TOKENS),
     ):
         with pytest.raises(ValueError, match=r"rules\[0\]: 'haed' matches no layer; did you mean 'head'\?"):
@@ -264,10 +290,10 @@ def test_a_rule_that_matches_nothing_raises_in_init_apply_and_the_table():
     with pytest.raises(
         ValueError, match=r"no rule matches layer 'blocks_0\.attention\.\w+'; add one, or end the rules"
     ):
-        undecided.apply(variables, TOKENS)
+        jax.eval_shape(undecided.apply, variables, TOKENS)
     only_embed = quantize_model(Model(), [("embed", FP4), (".*", None)])
     with pytest.raises(ValueError, match=r"'embed' \(linen\.Embed\) stays in high precision; write None for it"):
-        only_embed.init(jax.random.key(0), TOKENS)
+        shapes(only_embed)
 
 
 def test_what_is_no_unbound_linen_module_is_refused():
@@ -321,8 +347,9 @@ def test_layers_that_cannot_follow_a_recipe(layer, message):
     with pytest.raises(
         ValueError, match=f"layer '' cannot follow recipe 'fp4_vector': {message}.*Give it None in the rules"
     ):
-        quantize_model(layer, ALL).apply(variables, X)
-    np.testing.assert_array_equal(quantize_model(layer, [(".*", None)]).apply(variables, X), layer.apply(variables, X))
+        jax.eval_shape(quantize_model(layer, ALL).apply, variables, X)
+    kept = quantize_model(layer, [(".*", None)])
+    assert str(jax.make_jaxpr(kept.apply)(variables, X)) == str(jax.make_jaxpr(layer.apply)(variables, X))
 
 
 @pytest.mark.parametrize(
@@ -337,10 +364,12 @@ def test_layers_that_cannot_follow_a_recipe(layer, message):
 def test_subclasses_and_lifted_layers_follow_theirs(layer):
     variables = layer.init(jax.random.key(0), X)
     layer.apply(variables, X)
-    expected = fp4jax.dot_general(X, variables["params"]["kernel"], NUMBERS, recipe=FP4)
+    expected = dot(X, variables["params"]["kernel"])
     factor = 2 if isinstance(layer, Scaled) else 1
     for _ in range(2):
-        np.testing.assert_allclose(quantize_model(layer, ALL).apply(variables, X), factor * expected, rtol=1e-6)
+        np.testing.assert_allclose(
+            jax.jit(quantize_model(layer, ALL).apply)(variables, X), factor * expected, rtol=1e-6
+        )
 
 
 class Around(linen.Module):
@@ -366,10 +395,10 @@ class Around(linen.Module):
     ],
 )
 def test_modules_held_as_fields_are_quantized(model):
-    variables = model.init(jax.random.key(0), X)
-    model.apply(variables, X)
+    variables = shapes(model, X)
+    jax.eval_shape(model.apply, variables, X)
     quantized = quantize_model(model, ALL)
-    quantized.init(jax.random.key(0), X)
+    assert shapes(quantized, X) == variables
     assert [p.kind for p in fp4jax.explain(quantized.apply, variables, X).products] == ["fprop"] * 2
 
 
@@ -388,12 +417,12 @@ class Encoder(linen.Module):
 def test_other_methods_and_mutable_collections():
     model = quantize_model(Encoder(), [("layers_0", FP4), (".*", None)])
     variables = model.init(jax.random.key(0), X)
-    expected = fp4jax.dot_general(X, variables["params"]["layers_0"]["kernel"], NUMBERS, recipe=FP4)
+    expected = dot(X, variables["params"]["layers_0"]["kernel"])
     for method in ("encode", Encoder.encode, Encoder().encode):
-        np.testing.assert_array_equal(model.apply(variables, X, method=method), expected)
-    _, changed = model.apply(variables, X, mutable=["batch_stats"])
-    assert set(changed) == {"batch_stats"}
-    _, state = model.apply(variables, X, capture_intermediates=True, mutable=["intermediates", "batch_stats"])
+        np.testing.assert_array_equal(jax.jit(partial(model.apply, method=method))(variables, X), expected)
+    apply = jax.jit(partial(model.apply, capture_intermediates=True, mutable=["intermediates", "batch_stats"]))
+    _, state = apply(variables, X)
+    assert set(state) == {"intermediates", "batch_stats"}
     np.testing.assert_array_equal(state["intermediates"]["layers_0"]["__call__"][0], expected)
 
 
@@ -407,7 +436,7 @@ def test_rules_end_at_the_model_they_were_given_to():
             return linen.Dense(16, name="own")(x) + inner.apply(variables, x, method="encode")
 
     outer = quantize_model(Outer(), [(".*", FP4)])
-    kinds = [p.kind for p in fp4jax.explain(outer.apply, outer.init(jax.random.key(0), X), X).products]
+    kinds = [p.kind for p in fp4jax.explain(outer.apply, shapes(outer, X), X).products]
     assert sorted(kinds) == ["fprop", "plain"]
 
 
@@ -431,4 +460,7 @@ def test_the_table_of_a_scanned_model():
     assert rows["blocks.attention.query"][1:] == ("linen.DenseGeneral", "2 × (16 × 2 × 8)", "fp4_vector", "xla", "544")
     assert rows["blocks.mix"][1:3] == ("linen.Einsum", "2 × (16 × 16)")
     assert rows["embed"] == ("embed", "linen.Embed", "–", "–", "–", "176")
+    vmapped = linen.vmap(linen.Dense, variable_axes={"params": 0}, split_rngs={"params": True})(8)
+    row = describe_model(quantize_model(vmapped, ALL), X).layers[0]
+    assert row.cells()[1:3] == ("linen.Dense", "6 × (16 × 8)")
     assert str(report).endswith("84.7% of 3,627 parameters are quantized")

@@ -16,6 +16,7 @@ from fp4jax.nn import Blocks, KeepKernelDtype, RulesSchedule, describe_model, ke
 FP4, FP8, BF16 = fp4jax.recipes.fp4_vector(), fp4jax.recipes.fp8(), fp4jax.recipes.bf16()
 ALL = [(".*", FP4)]
 X = jax.random.normal(jax.random.key(0), (6, 16))
+call = nnx.jit(lambda model, x: model(x))  # one program: operations that run by themselves compile one by one
 
 
 def linear(din=16, dout=12, seed=0, **options):
@@ -67,8 +68,9 @@ def test_a_stock_layer_becomes_the_layer_of_fp4jax(dtype, use_bias):
     options = {"dtype": dtype, "use_bias": use_bias}
     ours = fp4jax.nn.Linear(16, 12, recipe=FP4, rngs=nnx.Rngs(0), **options)
     model = quantize_model(linear(**options), [("^$", FP4)])
-    np.testing.assert_array_equal(model(X), ours(X))
-    assert model(X).dtype == ours(X).dtype
+    out, expected = call(model, X), call(ours, X)
+    np.testing.assert_array_equal(out, expected)
+    assert out.dtype == expected.dtype
     assert model.kernel[...].dtype == jnp.float32  # and it is not rounded on the way, or the values would differ
 
 
@@ -78,8 +80,8 @@ def test_linear_general_and_einsum_multiply_the_same_numbers():
     heads = nnx.Einsum("td,dhk->thk", (16, 3, 4), dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
     for layer, x in ((general, X.reshape(6, 4, 4)), (heads, X)):
         layer.kernel[...] = flat.kernel[...].reshape(layer.kernel.shape)
-        out = quantize_model(layer, ALL)(x)
-        np.testing.assert_array_equal(out.reshape(6, 12), flat(X))
+        out = call(quantize_model(layer, ALL), x)
+        np.testing.assert_array_equal(out.reshape(6, 12), call(flat, X))
 
 
 def test_parameters_their_paths_and_their_metadata_stay():
@@ -278,7 +280,7 @@ def test_a_subclass_that_would_never_use_its_recipe_is_refused():
         quantize_model(Bypass(16, 12, rngs=nnx.Rngs(0)), ALL)
     assert "fp4jax.nn.LAYERS[Bypass] =" in str(error.value)
     scaled = quantize_model(Scaled(16, 12, rngs=nnx.Rngs(0)), ALL)
-    np.testing.assert_array_equal(scaled(X), 2 * quantize_model(linear(), ALL)(X))
+    np.testing.assert_array_equal(call(scaled, X), 2 * call(quantize_model(linear(), ALL), X))
     lora = nnx.LoRALinear(16, 12, lora_rank=2, rngs=nnx.Rngs(0))
     assert [(row.path, row.recipe) for row in describe_model(quantize_model(lora, ALL)).layers] == [
         ("", FP4),
@@ -294,6 +296,12 @@ def test_a_layer_of_ones_own_takes_part_by_a_row(monkeypatch):
 
         def __call__(self, x):
             return self.dot_general(x, self.kernel[...], (((1,), (0,)), ((), ())))
+
+    ours = Table(nnx.Rngs(0))
+    ours.dot_general = fp4jax.DotGeneral(FP8)
+    assert describe_model(ours).layers[0].recipe == FP8
+    with pytest.raises(ValueError, match="multiplies by fp4jax already, but its class Table has no row"):
+        quantize_model(nnx.Dict(table=ours, up=linear()), ALL)
 
     row = fp4jax.nn.LayerKind("dot_general", (jax.lax.dot_general,), lambda table: (16, 12), promotes=False)
     monkeypatch.setitem(fp4jax.nn.LAYERS, Table, row)

@@ -46,6 +46,10 @@ def test_a_stochastic_recipe_asks_for_rngs():
     message = r"rngs=None, but layer 'up' is to round stochastically \(recipe 'noisy'\); pass rngs=nnx\.Rngs\(noise=0\)"
     with pytest.raises(ValueError, match=message):
         quantize_model(nnx.Dict(up=plain()), [(".*", NOISY)])
+    with pytest.raises(
+        ValueError, match=r"rngs has neither a stream 'noise' nor a default one; pass nnx\.Rngs\(noise=0\)"
+    ):
+        quantize_model(plain(), [(".*", NOISY)], rngs=nnx.Rngs(params=0))
     with pytest.raises(ValueError, match=r"rngs holds noise keys of shape \(2,\); quantize_model needs one"):
         quantize_model(plain(), [(".*", NOISY)], rngs=nnx.Rngs(noise=jax.random.split(jax.random.key(0))))
 
@@ -104,12 +108,16 @@ def test_stacked_layers_draw_a_key_each_with_and_without_remat():
 
 def test_a_scan_equals_its_unrolled_loop():
     model = quantize_model(scanned(), [("head", None), (".*", FP4)])
-    x = X
-    for i in range(3):
-        block = quantize_model(stock.Block(16, rngs=nnx.Rngs(0)), [(".*", FP4)])
-        nnx.update(block, jax.tree.map(lambda a, i=i: a[i], nnx.state(model.layers)))
-        x = block(x)
-    np.testing.assert_allclose(call(model, X), model.head(x), rtol=1e-5, atol=1e-5)
+
+    @nnx.jit
+    def loop(model, x):
+        for i in range(3):
+            block = quantize_model(stock.Block(16, rngs=nnx.Rngs(0)), [(".*", FP4)])
+            nnx.update(block, jax.tree.map(lambda a, i=i: a[i], nnx.state(model.layers)))
+            x = block(x)
+        return model.head(x)
+
+    np.testing.assert_allclose(call(model, X), loop(model, X), rtol=1e-5, atol=1e-5)
 
 
 class Dropped(stock.Scanned):
@@ -238,10 +246,11 @@ def test_vmap_over_models():
     noisy(model)
     out = nnx.jit(nnx.vmap(lambda model, x: model(x), in_axes=(0, None)))(model, X)
     single = plain()
+    jitted = jax.jit(lambda x, w, key: fp4jax.dot_general(x, w, (((1,), (0,)), ((), ())), recipe=NOISY, key=key))
     for i in range(2):
         nnx.update(single, {"kernel": model.kernel[...][i]})
         key = jax.random.fold_in(model.dot_general.stream.key[...][i], 0)
-        expected = fp4jax.dot_general(X, single.kernel[...], (((1,), (0,)), ((), ())), recipe=NOISY, key=key)
+        expected = jitted(X, single.kernel[...], key)
         np.testing.assert_allclose(out[i], expected, rtol=1e-5, atol=1e-6)
 
 
