@@ -58,12 +58,12 @@ class Rates:
 
 VARIANTS: Mapping[str, Rates] = MappingProxyType(
     {
-        "all three products in FP4 (the paper's assumption)": Rates(4, 4, 4),
-        "backward in FP8 (the released code)": Rates(4, 2, 2),
-        "backward in BF16": Rates(4, 1, 1),
+        "FP4 forward and backward": Rates(4, 4, 4),
+        "FP4 forward, FP8 backward": Rates(4, 2, 2),
+        "FP4 forward, BF16 backward": Rates(4, 1, 1),
     }
 )
-"""What the three products can be assumed to run in. The paper says FP4 for all; its code quantizes dY to FP8."""
+"""What the three products run in. The paper's Table 5 has all in FP4; its released code quantizes dY to FP8."""
 
 
 def paper_layer(h: int, s: int) -> Layer:

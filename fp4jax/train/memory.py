@@ -22,8 +22,8 @@ A linear layer from n to m features keeps of its input and of its weight
     with one, where not reused    a T n                                      4 n m
     with DGE                                                                 4 n m beside the codes
 
-The weights are those that FSDP has gathered: every device keeps the codes of all layers, whole but for tensor
-parallelism. Without FSDP what is 4 n m is the parameter itself, and costs nothing.
+With sparse compensation a T n more, for the residual. The weights are those that are gathered for use: a device keeps
+those of all layers, whole but for tensor parallelism. Off a mesh, what is 4 n m is the parameter itself, and free.
 
 At the end of the model, `head_activations`, counted as if the head were in high precision: T vectors of d before and
 after the last norm, the gathered head, T · v/t logits in float32 and their gradient in the dtype of activations.
@@ -48,7 +48,7 @@ class Share:
     Args:
         tokens: rows · tokens of a microbatch on a device, T.
         tensor: devices that share heads, MLP and vocabulary, t.
-        gathered: whether weights are split over devices (FSDP), and gathered for use.
+        gathered: whether weights are gathered for use, as on every mesh, even where there is nothing to gather.
     """
 
     tokens: int
@@ -97,6 +97,7 @@ def block_activations(
             codes_only = remat == "quantized"
             inputs += layer.input_codes
             plain = max(plain, 0 if codes_only else layer.plain_input)
+            inputs += 0 if codes_only else layer.residual
             weights += layer.weight_codes + (0 if codes_only else layer.plain_weight)
             products += 0 if name == "mlp.down" else layer.product  # whose result is the next block's input
         inputs += plain
@@ -163,11 +164,17 @@ class _Linear:
 
     @property
     def plain_input(self) -> int:
-        recipe, plain = self.recipe, self._itemsize * self.share.tokens * self.n
-        if recipe is None or not self.input_codes or not recipe.activation_estimator.is_identity:
-            return plain
-        sparse = recipe.outliers is not None and recipe.outliers.compensation == "sparse"
-        return plain if sparse and recipe.wgrad.lhs is not None else 0
+        recipe = self.recipe
+        needed = recipe is None or not self.input_codes or not recipe.activation_estimator.is_identity
+        return self._itemsize * self.share.tokens * self.n if needed else 0
+
+    @property
+    def residual(self) -> int:
+        recipe = self.recipe
+        if recipe is None or recipe.outliers is None or recipe.wgrad.lhs is None:
+            return 0
+        sparse = recipe.outliers.compensation == "sparse"
+        return self._itemsize * self.share.tokens * self.n if sparse else 0
 
     @property
     def weight_codes(self) -> int:

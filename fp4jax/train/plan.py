@@ -40,8 +40,8 @@ class PlanConfig:
     quantization: QuantizationOptions = dataclasses.field(default_factory=QuantizationOptions)
     optimizer: str = "adamw"
     """adamw: Optax's, in float32 throughout. fp8_adamw: the paper's, gradients and m in FP8, v in FP16."""
-    mesh: str = "data=1"
-    """The devices: data=2,fsdp=16,tensor=2, or some of these (docs/distributed.md)."""
+    mesh: str | None = None
+    """The devices: data=2,fsdp=16,tensor=2, or some of these (docs/distributed.md). By default one, without a mesh."""
     reduction: Literal["float32", "bfloat16", "fp8"] = "float32"
     """What gradients are sent in when they are averaged over the mesh axis data."""
     batch_size: int | None = None
@@ -99,13 +99,13 @@ def plan(config: PlanConfig, console: Console) -> "Report":
     return report
 
 
-def use_virtual_devices(mesh: str) -> None:
-    """Give JAX as many virtual CPU devices as the mesh has. They cost nothing, but JAX must not have started.
+def use_virtual_devices(mesh: str | None) -> None:
+    """Give JAX as many virtual CPU devices as the mesh has, or one. They cost nothing, but JAX must not have started.
 
     Raises:
         ConfigError: it has, with other devices.
     """
-    count = math.prod(parse_mesh(mesh).values())
+    count = 1 if mesh is None else math.prod(parse_mesh(mesh).values())
     try:
         jax.config.update("jax_num_cpu_devices", count)
         jax.config.update("jax_platforms", "cpu")
@@ -113,8 +113,8 @@ def use_virtual_devices(mesh: str) -> None:
         jax.config.update("jax_enable_compilation_cache", False)
     except RuntimeError:  # JAX has started
         pass
-    if jax.default_backend() != "cpu" or jax.device_count() != count:
+    if jax.default_backend() != "cpu" or (mesh is not None and jax.device_count() != count):
         raise ConfigError(
-            f"mesh={mesh!r} takes {count} virtual devices, and JAX has started with {jax.device_count()} of "
+            f"mesh={mesh!r} takes {count} virtual CPU devices, and JAX has started with {jax.device_count()} of "
             f"{jax.default_backend()!r}: run fp4jax plan in a process of its own"
         )

@@ -14,7 +14,7 @@ from rich.console import Console
 from fp4jax.models import MODELS, Llama, LlamaConfig, count_parameters
 from fp4jax.models.llama import LINEAR_PATHS
 from fp4jax.nn import resolve_rules
-from fp4jax.parallel import batch_sharding
+from fp4jax.parallel import AXES, batch_sharding
 from fp4jax.recipe import Recipe
 from fp4jax.train.config import TrainConfig
 from fp4jax.train.errors import ConfigError
@@ -23,7 +23,7 @@ from fp4jax.train.gradient import across_data
 from fp4jax.train.memory import Share, block_activations, head_activations
 from fp4jax.train.naming import parse_recipe
 from fp4jax.train.optimizer import OPTIMIZERS, make_optimizer, make_schedule
-from fp4jax.train.placement import OnMesh
+from fp4jax.train.placement import OnMesh, Placement, SingleDevice, make_placement
 from fp4jax.train.step import Architecture, TrainState, make_init, make_train_step
 from fp4jax.train.traffic import Traffic, compile_partitioned, read_traffic
 
@@ -52,7 +52,7 @@ class Step:
     Args:
         model: its configuration.
         recipes: of each layer path.
-        placement: the mesh.
+        placement: the mesh, or one device.
         state: shapes, dtypes and shardings of the train state.
         tokens: those of a batch.
         lowered: the step, ready to be compiled.
@@ -60,7 +60,7 @@ class Step:
 
     model: LlamaConfig
     recipes: dict[str, Recipe | None]
-    placement: OnMesh
+    placement: Placement
     state: TrainState
     tokens: jax.ShapeDtypeStruct
     lowered: Any
@@ -74,8 +74,11 @@ class Step:
         """
         plan, recipe, reduction = config.plan, parse_recipe(config.recipe), config.optimizer.reduction
         if reduction != "float32" and recipe.needs_key:
-            raise ConfigError(f"reduction={reduction!r} cannot train {config.recipe!r}, which draws noise")
-        placement = OnMesh(config.devices.mesh or "data=1")
+            raise ConfigError(
+                f"reduction={reduction!r} cannot train {config.recipe!r}, whose noise would depend on the number of "
+                "devices: take --reduction float32"
+            )
+        placement = make_placement(config.devices)
         model = config.model.build(vocab_size or _own_vocabulary(config.model.model), plan.seq_len)
         optimizer = make_optimizer(config.optimizer, plan.steps)
         with placement.active():
@@ -90,7 +93,7 @@ class Step:
                 clip_norm=config.optimizer.clip_norm or None,
                 reduction=reduction,
             )
-            shape, sharding = (plan.batch_size, plan.seq_len + 1), batch_sharding(placement.mesh)
+            shape, sharding = (plan.batch_size, plan.seq_len + 1), _batch_sharding(placement)
             tokens = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding)
             lowered = jax.jit(step, donate_argnums=0).lower(state, tokens)
         recipes = resolve_rules(recipe_rules(recipe, config.quantization.high_precision), LINEAR_PATHS)
@@ -98,8 +101,8 @@ class Step:
 
     @property
     def mesh(self) -> dict[str, int]:
-        """Sizes of the mesh axes."""
-        return dict(self.placement.mesh.shape)
+        """Sizes of the mesh axes, all 1 off a mesh."""
+        return dict(self.placement.mesh.shape) if isinstance(self.placement, OnMesh) else dict.fromkeys(AXES, 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,7 +167,9 @@ def make_report(config: TrainConfig, vocab_size: int | None, console: Console) -
         ConfigError: see `Step.trace`.
     """
     started = time.perf_counter()
-    console.print(f"tracing the step of {config.model.model!r} on mesh {config.devices.mesh}", highlight=False)
+    console.print(
+        f"tracing the step of {config.model.model!r} on {config.devices.mesh or 'one device'}", highlight=False
+    )
     step = Step.trace(config, vocab_size)
     traced = time.perf_counter()
     lines = step.lowered.as_text().count("\n")
@@ -174,8 +179,8 @@ def make_report(config: TrainConfig, vocab_size: int | None, console: Console) -
     console.print(f"compiled in {seconds['compiling']:.0f} s", highlight=False)
 
     plan_, mesh = config.plan, step.mesh
-    rows = plan_.batch_size // plan_.accumulate // step.placement.batch_shards
-    share = Share(rows * plan_.seq_len, mesh["tensor"], gathered=mesh["fsdp"] > 1)
+    rows = plan_.batch_size // plan_.accumulate // (mesh["data"] * mesh["fsdp"])
+    share = Share(rows * plan_.seq_len, mesh["tensor"], gathered=isinstance(step.placement, OnMesh))
     kept = block_activations(step.model, step.recipes, share)
     whole = block_activations(step.model, step.recipes, share, remat="none")
     number = count_parameters(step.model)
@@ -220,6 +225,13 @@ def _architecture(model: LlamaConfig, recipe: Recipe, config: TrainConfig) -> Ar
     except ValueError as error:
         raise ConfigError(" ".join(str(error).split())) from error
     return architecture
+
+
+def _batch_sharding(placement: Placement) -> jax.sharding.Sharding:
+    if isinstance(placement, OnMesh):
+        return batch_sharding(placement.mesh)
+    assert isinstance(placement, SingleDevice)  # there is no third
+    return placement.sharding
 
 
 def _own_vocabulary(model: str) -> int:
