@@ -23,12 +23,14 @@ class Narrow:
 
 
 @pytest.fixture
-def narrow(monkeypatch):
-    everyone = {"narrow": Narrow, **BACKENDS}
-    for name in list(BACKENDS):
-        monkeypatch.delitem(BACKENDS, name)
-    for name, backend in everyone.items():
-        monkeypatch.setitem(BACKENDS, name, backend)
+def narrow():
+    """A backend that is preferred to all others. Their order matters, so it is put back too."""
+    others = dict(BACKENDS)
+    BACKENDS.clear()
+    BACKENDS.update({"narrow": Narrow, **others})
+    yield
+    BACKENDS.clear()
+    BACKENDS.update(others)
 
 
 def used(recipe, backend=None):
