@@ -89,7 +89,7 @@ def test_a_terminal_without_greek_gets_question_marks():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("trian", r"command 'trian' is unknown; choose from compare, train, recipes, data prepare .*mean 'train'"),
+        ("trian", r"command 'trian' is unknown; choose from compare, train, .*data prepare .*mean 'train'"),
         ("data", r"command 'data' is unknown; choose from"),
         ("data prepair x", r"command 'data prepair' is unknown; .*\(did you mean 'data prepare'\?\)"),
         ("recipes all", r"recipes takes no arguments, got 'all'"),

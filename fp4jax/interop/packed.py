@@ -66,15 +66,6 @@ def quantize_params(config: LlamaConfig, params: Any, rules: Rules) -> Params:
         InteropError: parameters of another shape, a stochastic rounding (an exported weight has one value), or a rule
             that quantizes a head tied to the embedding, which is looked up in high precision.
         TypeError, ValueError: rules that `fp4jax.nn.resolve_rules` refuses.
-
-    Example:
-        >>> from flax import nnx
-        >>> from fp4jax.models import MODELS, Llama
-        >>> model = Llama(MODELS["tiny"], rngs=nnx.Rngs(0))
-        >>> packed = quantize_params(model.config, model, fp4jax.nn.default_rules(fp4jax.recipes.fp4()))
-        >>> q = packed["layers"]["mlp"]["up"]["kernel"]
-        >>> q.shape, q.scale.shape, round(8 * q.nbytes / q.values.size, 2)
-        ((4, 128, 352), (4, 1, 352), 4.25)
     """
     leaves = dict(layout.flat(params, config))
     for path, recipe in resolve_rules(rules, LINEAR_PATHS).items():
@@ -128,8 +119,11 @@ def save_packed(
         >>> from flax import nnx
         >>> from fp4jax.models import MODELS, Llama
         >>> model = Llama(MODELS["tiny"], rngs=nnx.Rngs(0))
-        >>> rules = fp4jax.nn.default_rules(fp4jax.recipes.fp4())
-        >>> save_packed("tiny", model.config, quantize_params(model.config, model, rules))
+        >>> packed = quantize_params(model.config, model, fp4jax.nn.default_rules(fp4jax.recipes.fp4()))
+        >>> q = packed["layers"]["mlp"]["up"]["kernel"]
+        >>> q.shape, q.scale.shape, round(8 * q.nbytes / q.values.size, 2)
+        ((4, 128, 352), (4, 1, 352), 4.25)
+        >>> save_packed("tiny", model.config, packed)
         4.214285714285714
         >>> config, params = load_packed("tiny")
         >>> params["layers"]["mlp"]["up"]["kernel"].values.dtype.name

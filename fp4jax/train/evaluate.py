@@ -1,6 +1,7 @@
 """`fp4jax eval`: perplexity and bits per byte of a trained model under recipes, whole and by source of the text."""
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -26,6 +27,8 @@ from fp4jax.train.step import Architecture, Params, make_validation_step
 
 ALL = "all"
 """What --recipes takes for every recipe there is."""
+WIDTH = 100
+"""Columns of a table, as `fp4jax.cli` has it where output is no terminal."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -211,7 +214,7 @@ def score(
 
 
 def score_tables(results: Mapping[str, Scores], model: str) -> list[Table]:
-    """The whole text by recipe; and, if there are several sources, bits a byte by source and recipe."""
+    """The whole text by recipe; if it has several sources, also bits a byte by source, in tables that fit the page."""
     first = next(iter(results))
     whole = results[first]["all"]
     columns = ["loss (nats)", "perplexity", "bits/byte", f"gap to {first} (%)"]
@@ -223,11 +226,19 @@ def score_tables(results: Mapping[str, Scores], model: str) -> list[Table]:
     sources = [name for name in results[first] if name != "all"]
     if len(sources) < 2:
         return [table]
-    by_source = _table("Bits a byte by source", "source", ["tokens", *results])
-    for source in sources:
-        cells = [f"{scores[source].bits_per_byte:.4f}" for scores in results.values()]
-        by_source.add_row(source, f"{results[first][source].tokens:,}", *cells)
-    return [table, by_source]
+    tables = [table]
+    names, room = list(results), WIDTH - max(len(source) for source in sources) - len("tokens") - 7
+    while names:
+        # As many recipes as fit, two borders and two spaces each, and at least one.
+        ends = itertools.accumulate(max(len(name), len("1.0000")) + 3 for name in names)
+        fit = max(1, sum(end <= room for end in ends))
+        shown, names = names[:fit], names[fit:]
+        by_source = _table("Bits a byte by source", "source", ["tokens", *shown])
+        for source in sources:
+            cells = [f"{results[name][source].bits_per_byte:.4f}" for name in shown]
+            by_source.add_row(source, f"{results[first][source].tokens:,}", *cells)
+        tables.append(by_source)
+    return tables
 
 
 def to_record(results: Mapping[str, Scores], config: EvalConfig, seq_len: int) -> dict[str, Any]:

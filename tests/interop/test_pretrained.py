@@ -29,7 +29,7 @@ from fp4jax.models import Llama
 from fp4jax.nn import default_rules
 from fp4jax.train.config import OptimizerOptions
 from fp4jax.train.optimizer import make_optimizer, make_schedule
-from fp4jax.train.step import Architecture, TrainState, make_init, make_train_step
+from fp4jax.train.step import Architecture, TrainState, make_train_step
 
 
 def test_a_model_of_parameters_computes_what_the_model_they_came_from_does():
@@ -50,9 +50,9 @@ def test_training_goes_on_in_fp4_from_a_hugging_face_folder(tmp_path):
     architecture = Architecture(lambda rngs: Llama(config, rules=rules, rngs=rngs))
     options = OptimizerOptions(learning_rate=1e-2)
     optimizer, schedule = make_optimizer(options, 4), make_schedule(options, 4)
-    drawn = jax.jit(make_init(architecture, optimizer))(0)
-    place = jax.tree.map(lambda leaf, like: jnp.asarray(leaf, like.dtype), initial, dict(drawn.params))
-    state = TrainState(drawn.step, drawn.skipped, drawn.clipped, place, optimizer.init(place), drawn.noise)
+    params = jax.tree.map(jnp.asarray, initial)
+    zero = jnp.int32(0)
+    state = TrainState(zero, zero, zero, params, optimizer.init(params), noise={})
     step = jax.jit(make_train_step(architecture, optimizer, schedule))
     losses = []
     for _ in range(4):

@@ -111,6 +111,17 @@ def test_the_units_of_a_score():
     assert len(tables) == 1  # one source is the whole
 
 
+def test_tables_of_many_recipes_are_cut_rather_than_squeezed():
+    s = Score(loss=3.0, tokens=10, bytes_per_token=2.0)
+    results = {f"fp4:alpha=0.99{i}": {"all": s, "a-rather-long-name-of-a-source": s, "b": s} for i in range(7)}
+    console = Console(file=io.StringIO(), width=100)
+    for table in score_tables(results, "m"):
+        console.print(table)
+    shown = console.file.getvalue()
+    assert all(shown.count(f" {name} ") >= 2 for name in results), shown
+    assert "…" not in shown
+
+
 def test_max_tokens_spreads_over_the_text_and_zero_takes_all(hf, model):
     config = EvalConfig(model=str(hf), recipes=("bf16",), text=(hf.parent / "text.txt",), seq_len=16, batch_size=2)
     few = evaluate(dataclasses.replace(config, max_tokens=64), quiet())["bf16"]["all"].tokens
