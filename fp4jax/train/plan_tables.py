@@ -30,13 +30,17 @@ def print_report(report: Report, console: Console) -> None:
     """Print all tables."""
     plan, share = report.config.plan, report.share
     mesh = ",".join(f"{name}={size}" for name, size in report.mesh.items() if size > 1) or "one device"
+    parts = f" in {plan.accumulate} parts" if plan.accumulate > 1 else ""
     console.print(
         f"\nLLaMA {report.config.model.model}, {report.parameters:,} parameters, on {mesh}; recipe "
-        f"{report.config.recipe}, remat {report.model.remat}; {plan.batch_size} × {plan.seq_len} tokens a step in "
-        f"{plan.accumulate} parts, {share.tokens:,} tokens of a part on a device",
+        f"{report.config.recipe}, remat {report.model.remat}; {plan.batch_size} × {plan.seq_len} tokens a step"
+        f"{parts}, {share.tokens:,} tokens {'of a part ' if parts else ''}on a device",
         highlight=False,
     )
-    for table in (memory_table(report), optimizer_table(report), traffic_table(report), speedup_table(report)):
+    tables = [memory_table(report), optimizer_table(report)]
+    if report.traffic.transfers:
+        tables.append(traffic_table(report))
+    for table in (*tables, speedup_table(report)):
         console.print(table)
     for line in notes(report):
         console.print(line, highlight=False)
@@ -58,6 +62,8 @@ def memory_table(report: Report) -> Table:
     sums = ", of a part and of all" if report.config.plan.accumulate > 1 else ""
     table.add_row("gradients, float32", binary(report.gradients), f"sharding of the parameters{sums}")
     for what, size in report.activations.items():
+        if size == 0:
+            continue
         table.add_row(f"{report.model.num_layers} blocks: {what}", binary(size), "model, flash attention")
     if report.recomputed:
         table.add_row("the block that is recomputed", binary(report.recomputed), "model, flash attention")

@@ -12,11 +12,12 @@ from fp4jax.models import Llama, LlamaConfig, cross_entropy
 from fp4jax.models.llama import LINEAR_PATHS
 from fp4jax.models.remat import REMAT_POLICIES
 from fp4jax.nn import resolve_rules
-from fp4jax.parallel import batch_sharding
+from fp4jax.parallel import batch_sharding, parse_mesh
+from fp4jax.train.config import DistributedOptions
 from fp4jax.train.evaluate import recipe_rules
 from fp4jax.train.memory import Share, block_activations, head_activations
 from fp4jax.train.naming import parse_recipe
-from fp4jax.train.placement import OnMesh
+from fp4jax.train.placement import OnMesh, Placement, make_placement
 from fp4jax.train.step import Architecture
 
 CONFIG = LlamaConfig(
@@ -52,7 +53,12 @@ def on_device(x) -> int:
     return math.prod(shape) * x.dtype.itemsize
 
 
-def kept_by_a_block(config: LlamaConfig, rules, placement: OnMesh) -> int:
+def kind(x) -> tuple:
+    """What tells traced parameters from other arrays."""
+    return x.shape, x.dtype, None if x.sharding is None else x.sharding.spec
+
+
+def kept_by_a_block(config: LlamaConfig, rules, placement: Placement) -> int:
     """Bytes that the loss keeps of a block for its gradient: arrays stacked over the layers.
 
     Without the parameters themselves, which are there anyway. No other array has as many rows as there are layers.
@@ -60,7 +66,8 @@ def kept_by_a_block(config: LlamaConfig, rules, placement: OnMesh) -> int:
     architecture = Architecture(lambda rngs: Llama(config, rules=rules, rngs=rngs))
     create = placement.parameters(architecture.init, architecture.parameter_axes, jax.eval_shape(architecture.init, 0))
     params, noise = jax.eval_shape(create, np.uint32(0))
-    tokens = jax.ShapeDtypeStruct((ROWS, SEQ_LEN + 1), jnp.int32, sharding=batch_sharding(placement.mesh))
+    sharding = batch_sharding(placement.mesh) if isinstance(placement, OnMesh) else None
+    tokens = jax.ShapeDtypeStruct((ROWS, SEQ_LEN + 1), jnp.int32, sharding=sharding)
 
     def residuals(params, tokens):
         def loss(params):
@@ -71,9 +78,8 @@ def kept_by_a_block(config: LlamaConfig, rules, placement: OnMesh) -> int:
     stacked = [
         x for x in jax.tree.leaves(jax.eval_shape(residuals, params, tokens)) if x.shape[:1] == (config.num_layers,)
     ]
-    own = {(x.shape, x.dtype, x.sharding.spec) for x in jax.tree.leaves(params["layers"])}
-    kept = [x for x in stacked if x.sharding is None or (x.shape, x.dtype, x.sharding.spec) not in own]
-    return sum(on_device(x) for x in kept) // config.num_layers
+    own = {kind(x) for x in jax.tree.leaves(params["layers"])}
+    return sum(on_device(x) for x in stacked if kind(x) not in own) // config.num_layers
 
 
 CASES = [
@@ -82,19 +88,21 @@ CASES = [
     *((recipe, "none", "data=2,fsdp=4") for recipe in ("w4a8", "w8a4", "fp4:compensation=sparse")),
     ("fp8", "quantized", "data=2,fsdp=4"),
     ("fp4", "none", "data=8"),
+    ("fp4", "none", None),
 ]
 
 
 @pytest.mark.parametrize(("name", "remat", "mesh"), CASES)
 def test_a_block_keeps_what_the_model_says(monkeypatch, name, remat, mesh):
     monkeypatch.setattr(jax.nn, "dot_product_attention", flash)
-    placement, recipe = OnMesh(mesh), parse_recipe(name)
+    placement, recipe = make_placement(DistributedOptions(mesh=mesh)), parse_recipe(name)
     config = dataclasses.replace(CONFIG, remat=remat)
     rules = recipe_rules(recipe, "head")
     with placement.active():
         kept = kept_by_a_block(config, rules, placement)
-    sizes = placement.mesh.shape
-    share = Share(ROWS // placement.batch_shards * SEQ_LEN, sizes["tensor"], gathered=True)
+    sizes = parse_mesh(mesh or "data=1")
+    rows = ROWS // (sizes["data"] * sizes["fsdp"])
+    share = Share(rows * SEQ_LEN, sizes["tensor"], gathered=mesh is not None)
     assert kept == sum(block_activations(config, resolve_rules(rules, LINEAR_PATHS), share).values())
 
 
