@@ -78,6 +78,11 @@ class Mark(NamedTuple):
 MARKS: dict[str, Mark] = {}
 
 
+def names_of(entry) -> tuple[str, ...]:
+    """The mesh axes of an entry of a ``PartitionSpec``."""
+    return () if entry is None else entry if isinstance(entry, tuple) else (entry,)
+
+
 def permuted(sharding: NamedSharding | None, axes: tuple[int, ...]) -> NamedSharding | None:
     """The sharding of an array whose axis i is axis ``axes[i]`` of one sharded like this."""
     if sharding is None:

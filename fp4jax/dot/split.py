@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from fp4jax.dot.call import Call
+from fp4jax.dot.call import Call, names_of
 from fp4jax.typing import Array
 
 type Names = tuple[str, ...]
@@ -38,8 +38,8 @@ class Layout:
         if sharding is None:
             return cls(None, ((),) * ndim)
         entries = [*sharding.spec, *(None,) * (ndim - len(sharding.spec))]
-        names = [() if e is None else e if isinstance(e, tuple) else (e,) for e in entries]
-        return cls(sharding.mesh, tuple(tuple(n for n in e if sharding.mesh.shape[n] > 1) for e in names))
+        sizes = sharding.mesh.shape
+        return cls(sharding.mesh, tuple(tuple(n for n in names_of(e) if sizes[n] > 1) for e in entries))
 
     @property
     def spec(self) -> PartitionSpec:

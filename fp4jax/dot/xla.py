@@ -14,9 +14,10 @@ import ml_dtypes
 import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import NamedSharding, PartitionSpec
 
 from fp4jax.blocks import explicit_sharding
-from fp4jax.dot.call import Call, marked_dot, permuted
+from fp4jax.dot.call import Call, marked_dot, names_of, permuted
 from fp4jax.dot.geometry import merge_free, restore, scale_to_result
 from fp4jax.estimators import gradient_factor
 from fp4jax.exact import as_float32, magnitude, multiply
@@ -203,7 +204,8 @@ def _multiply(lhs: Operand, rhs: Operand, dnums: DimensionNumbers, call: Call, p
         precision = lax.Precision.HIGHEST if call.precision is None else call.precision
     contracted = len(dnums[0][0])
     frees = [v.ndim - contracted - len(dnums[1][0]) for v in (lhs.values, rhs.values)]
-    left, right = lhs.values.astype(dtype), rhs.values.astype(dtype)
+    left = lhs.values.astype(dtype)
+    right = _gathered(rhs.values.astype(dtype), left, dnums)
     if frees[1] > 1 and jax.default_backend() == "cpu" and explicit_sharding(right) is None:
         # XLA's CPU code has no bfloat16 product with float32 sums for several free axes on the right.
         right, flat_dnums, sizes = merge_free(right, dnums)
@@ -215,6 +217,31 @@ def _multiply(lhs: Operand, rhs: Operand, dnums: DimensionNumbers, call: Call, p
         if operand.scale is not None:
             out = out * scale_to_result(operand.scale, contracted, dnums, side, frees[1 - side])
     return out
+
+
+def _gathered(rhs: Array, lhs: Array, dnums: DimensionNumbers) -> Array:
+    """``rhs`` whole along axes over which ``lhs`` does not follow it: a fully sharded weight, after it is quantized.
+
+    Those are contracted axes that ``lhs`` has whole, and free axes split like free axes of ``lhs``.
+    """
+    mine, theirs = explicit_sharding(rhs), explicit_sharding(lhs)
+    if mine is None or theirs is None:
+        return rhs
+    entries, other = ([*s.spec, *(None,) * (x.ndim - len(s.spec))] for x, s in ((rhs, mine), (lhs, theirs)))
+    (lhs_contract, contract), (_, batch) = dnums
+    for axis, partner in zip(contract, lhs_contract, strict=True):
+        if other[partner] is None:
+            entries[axis] = None
+    taken = {name for axis, entry in enumerate(other) if axis not in lhs_contract for name in names_of(entry)}
+    for axis, entry in enumerate(entries):
+        if axis not in (*contract, *batch) and taken & set(names_of(entry)):
+            entries[axis] = None
+    whole = NamedSharding(mine.mesh, PartitionSpec(*entries))
+    if rhs.dtype != jnp.bfloat16 or tuple(entries) == tuple(mine.spec):
+        return jax.sharding.reshard(rhs, whole)
+    # As bits, since XLA's CPU code widens collectives of bfloat16.
+    bits = jax.sharding.reshard(lax.bitcast_convert_type(rhs, jnp.uint16), whole)
+    return lax.bitcast_convert_type(bits, jnp.bfloat16)
 
 
 def _negative(axes: tuple[int, ...], ndim: int) -> tuple[int, ...]:

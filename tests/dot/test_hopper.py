@@ -140,13 +140,13 @@ def test_prepared_operands_give_the_numbers_of_plain_ones():
 # --- meshes ----------------------------------------------------------------------------------------------------------
 
 
-def on_mesh(recipe, layout, arrays=(X, W, G), dims=MATMUL):
+def on_mesh(recipe, layout, arrays=(X, W, G), dims=MATMUL, backend="hopper"):
     """Results, and the compiled text."""
     mesh = jax.make_mesh((2, 2), ("data", "tensor"))
     with jax.set_mesh(mesh), kernels.interpret():
         operands = [jax.device_put(a, NamedSharding(mesh, s)) for a, s in zip(arrays, layout, strict=True)]
         f = jax.jit(value_and_gradients, static_argnums=(3, 4, 5, 6))
-        compiled = f.lower(*operands, "hopper", recipe, dims, layout[2]).compile()
+        compiled = f.lower(*operands, backend, recipe, dims, layout[2]).compile()
         return compiled(*operands), compiled.as_text()
 
 
@@ -154,6 +154,17 @@ def gathered(text):
     """Types of the matrices that devices exchange; the quantile exchanges vectors, its sample."""
     exchange = re.compile(r"= (\w+)\[\d+,[\d,]+\]\S* (?:all-gather|all-to-all|collective-permute)\(")
     return exchange.findall(text)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_xla_backend_runs_the_same_layouts(layout):
+    """It gathers a fully sharded weight after it is quantized too, in bfloat16."""
+    recipe = fp4jax.recipes.fp4(alpha=None)
+    results, text = on_mesh(recipe, LAYOUTS[layout], backend="xla")
+    for got, want, spec in zip(results, one_device(recipe), (LAYOUTS[layout][2], *LAYOUTS[layout][:2]), strict=True):
+        assert got.sharding.is_equivalent_to(NamedSharding(got.sharding.mesh, spec), 2)
+        np.testing.assert_array_equal(np.asarray(got), np.asarray(want))
+    assert gathered(text) == (["u16", "u16"] if layout == "fully sharded" else [])
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
