@@ -174,7 +174,8 @@ def _one_hot(x, window, packed, reading: Reading):
 def _packed(window):
     """The window's scalars twice in a word each, as _PLACE_PAIR takes them."""
     shift, origin0, end0, origin1, end1 = window
-    twice = [(v | (v << 16)).astype(jnp.int32) for v in (origin0, end0, origin1, end1, origin0 + origin1)]
+    # The sum of the origins may take 17 bits, so halves are added, not put side by side.
+    twice = [(v + (v << 16)).astype(jnp.int32) for v in (origin0, end0, origin1, end1, origin0 + origin1)]
     return [*twice, shift.astype(jnp.int32)]
 
 
@@ -239,19 +240,17 @@ def count_kernel(index_ref, x_ref, rank_ref, previous_ref, counts_in_ref, state_
     open_ = (brackets[0][0] < brackets[0][1]) | (brackets[1][0] < brackets[1][1])
     start = pl.program_id(0) * (p.repeats * STEPS * p.tile)
     whole = p.programs * p.repeats * STEPS * p.tile == p.size
-    last = lax.bitcast_convert_type(np.uint32(2**31 - 1), jnp.float32) if p.bits == 32 else None
 
-    def load(at):
+    def word(at):
+        """1 << bin of the values of a tile; past the end it is the last bin, which holds what sorts last."""
         if whole:
-            return x_ref[pl.ds(at, p.tile)]
-        # What lies past the end counts as what sorts last.
+            return _one_hot(x_ref[pl.ds(at, p.tile)], window, packed, p)
         mask = at + lax.broadcasted_iota(jnp.int32, (p.tile,), 0) < p.size
-        other = last if last is not None else lax.bitcast_convert_type(jnp.int16(2**15 - 1), x_ref.dtype)
-        return triton.load(x_ref.at[pl.ds(at, p.tile)], mask=mask, other=other)
+        x = triton.load(x_ref.at[pl.ds(at, p.tile)], mask=mask, other=0)
+        return jnp.where(mask, _one_hot(x, window, packed, p), np.int32(1 << (BINS - 1)))
 
     def step(repeat, slices):
-        values = [load(start + (repeat * STEPS + s) * p.tile) for s in range(STEPS)]
-        return _absorb([_one_hot(x, window, packed, p) for x in values], slices)
+        return _absorb([word(start + (repeat * STEPS + s) * p.tile) for s in range(STEPS)], slices)
 
     def count():
         slices = lax.fori_loop(0, p.repeats, step, (jnp.zeros((p.tile,), jnp.int32),) * SLICES)

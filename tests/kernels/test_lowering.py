@@ -15,6 +15,7 @@ from fp4jax.kernels import GemmConfig, Wanted, gemm, order_statistics, quantize_
 pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
 
 E2M1 = fp4jax.QuantSpec(fp4jax.E2M1)
+NOISY = fp4jax.QuantSpec(fp4jax.E2M1, scale=fp4jax.PowerOfTwo("rceil"), rounding=fp4jax.STOCHASTIC)
 E5M2 = fp4jax.QuantSpec(fp4jax.E5M2, fp4jax.PerTensor())
 
 
@@ -44,6 +45,7 @@ def shipped() -> list:
             sizes = entry["m"], entry["n"], entry["k"]
             cases.append((sizes, entry["out_dtype"], entry["promote"] or None, GemmConfig(**entry["config"])))
     cases += [((1, 7, 40), out, 256, None) for out in ("bfloat16", "float32")]
+    cases += [((16384, 11008, 4096), "bfloat16", 256, GemmConfig(192, cluster=c)) for c in ("m", "n")]
     return [*cases, ((130, 200, 400), "float32", None, None), ((4096, 4096, 4096), "float32", 256, None)]
 
 
@@ -73,6 +75,7 @@ def test_quantizers_and_quantile(shape):
             rows,
             cols,
         ),
-        lower(lambda x: order_statistics(x, (0, 1)), x),
+        lower(lambda x, k: quantize_rows(x, NOISY, transpose=True, key=k), x, ((2,), jnp.uint32)),
+        *(lower(lambda x: order_statistics(x, (0, 1)), (shape, dtype)) for dtype in (jnp.bfloat16, jnp.float32)),
     ]
     assert all("triton" in text for text in texts)

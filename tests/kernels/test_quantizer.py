@@ -4,14 +4,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from assembly import run_assembly
 
 import fp4jax
 from fp4jax import kernels
 from fp4jax.dot.xla import quantize_activation
 from fp4jax.exact import as_float32, multiply
-from fp4jax.kernels import QuantizerConfig, Wanted, quantize_rows, quantize_tiles
+from fp4jax.kernels import QuantizerConfig, Wanted, quantize_rows, quantize_tiles, quantizer_device
 from fp4jax.kernels.quantizer import storage
 from fp4jax.kernels.quantizer_device import divide
+from fp4jax.kernels.strips_device import Strips, _task
 from fp4jax.outliers import thresholds
 
 SMALL = QuantizerConfig(rows=8, cols=32)
@@ -99,6 +101,79 @@ def test_outliers_are_clamped_and_carried(compensation, dtype, rounding):
     same(got.scale, scales.scale[:, 0])
 
 
+KEY = jax.random.key(3)
+
+
+@pytest.mark.parametrize(
+    ("spec", "transpose"),
+    [
+        (fp4jax.QuantSpec(fp4jax.E2M1, rounding=fp4jax.STOCHASTIC), True),
+        (fp4jax.QuantSpec(fp4jax.E5M2, rounding=fp4jax.STOCHASTIC), False),
+        (fp4jax.QuantSpec(fp4jax.E2M1, scale=fp4jax.PowerOfTwo("floor")), True),
+        (fp4jax.QuantSpec(fp4jax.E4M3, scale=fp4jax.PowerOfTwo("even")), False),
+        (fp4jax.QuantSpec(fp4jax.E2M1, scale=fp4jax.PowerOfTwo("rceil"), rounding=fp4jax.STOCHASTIC), False),
+        (fp4jax.QuantSpec(fp4jax.E1M2, scale=fp4jax.PowerOfTwo("ceil"), rounding=fp4jax.TIES_UP), False),
+    ],
+    ids=repr,
+)
+def test_noise_and_powers_of_two_are_the_references(spec, transpose):
+    x = tensor((40, 129), jnp.bfloat16)
+    want = fp4jax.quantize(x, spec, axis=-1, key=KEY)
+    values = held(want, spec.format)
+    values = jnp.where(jnp.isnan(values.astype(jnp.float32)), jnp.zeros_like(values), values)
+    with kernels.interpret():
+        got = quantize_rows(x, spec, key=KEY, transpose=transpose, config=SMALL)
+    same(got.values, values)
+    same(got.scale, spec.scale.decode(want.scale, None)[:, 0])
+    if transpose:
+        same(got.transposed, values.T)
+
+
+def test_carried_outliers_of_stochastic_values():
+    x = tensor((40, 96), jnp.bfloat16, seed=3)
+    x = jnp.where(jnp.isfinite(x), x, 1)
+    spec, occ = fp4jax.QuantSpec(fp4jax.E2M1, rounding=fp4jax.STOCHASTIC), fp4jax.OCC(0.9)
+    values, scales, _ = quantize_activation(x, spec, (-1,), occ, KEY)
+    with kernels.interpret():
+        got = quantize_rows(x, spec, thresholds=thresholds(x, occ, (-1,)), occ=occ, key=KEY, config=SMALL)
+    same(got.values, values.astype(jnp.float8_e4m3fn))
+    same(got.scale, scales.scale[:, 0])
+
+
+def test_every_stream_of_a_gradient_has_a_key_of_its_own():
+    x, spec = (
+        tensor((7, 127), jnp.bfloat16),
+        fp4jax.QuantSpec(fp4jax.E5M2, fp4jax.PerTensor(), rounding=fp4jax.STOCHASTIC),
+    )
+    keys = jax.random.split(KEY)
+    wanted = (Wanted(None, key=keys[0]), Wanted(None, plain=False, transposed=True, key=keys[1]))
+    with kernels.interpret():
+        first, second = quantize_tiles(x, spec, wanted, config=QuantizerConfig(8, 32))
+    same(first.values, fp4jax.quantize(x, spec, axis=-1, key=keys[0]).values)
+    same(second.transposed, fp4jax.quantize(x, spec, axis=-1, key=keys[1]).values.T)
+
+
+def test_the_assembly_draws_what_jax_random_draws():
+    index = np.arange(4096, dtype=np.uint32)
+    key0, key1 = (np.uint32(word) for word in jax.random.key_data(KEY))
+    with np.errstate(over="ignore"):
+        found = run_assembly(quantizer_device.THREEFRY, {"$1": index, "$2": key0, "$3": key1})["$0"]
+    want = jax.random.bits(KEY, (4096,), np.uint32) >> 8
+    np.testing.assert_array_equal(found, np.asarray(want))
+
+
+@pytest.mark.parametrize("lag", [1, 2, 5])
+def test_strips_are_each_scaled_and_quantized_once(lag):
+    rule = quantizer_device.Rule(fp4jax.E2M1, "nearest_even", "absmax", "none", cast=False)
+    problem = Strips(40, 96, 8, 32, 4, 32, lag, 96, rule, folded=False, interpreted=True)
+    scales, strip, part = (np.asarray(v) for v in jax.vmap(lambda t: _task(t, problem))(jnp.arange(problem.programs)))
+    tasks = list(zip(scales.tolist(), strip.tolist(), part.tolist(), strict=True))
+    want = [(True, s, p) for s in range(5) for p in range(2)] + [(False, s, p) for s in range(5) for p in range(3)]
+    assert sorted(tasks) == sorted(want)
+    for ticket, (scaling, s, _) in enumerate(tasks):  # nobody waits for a program that starts later
+        assert scaling or all((True, s, p) in tasks[:ticket] for p in range(2))
+
+
 def test_tiles_write_a_gradient_twice_and_a_weight_by_column():
     shape = (20, 129)
     x = jnp.where(jnp.isfinite(tensor(shape, jnp.bfloat16)), tensor(shape, jnp.bfloat16), 1)
@@ -140,8 +215,15 @@ def test_empty():
 
 def test_errors_say_what_is_not_supported():
     x = jnp.zeros((8, 16), jnp.float32)
-    with pytest.raises(ValueError, match="the kernels do not support rounding STOCHASTIC"):
+    with pytest.raises(ValueError, match="the kernels do not support rounding STOCHASTIC without a key"):
         quantize_rows(x, fp4jax.QuantSpec(fp4jax.E2M1, rounding=fp4jax.STOCHASTIC))
+    noisy = fp4jax.QuantSpec(fp4jax.E2M1, rounding=fp4jax.STOCHASTIC)
+    with pytest.raises(
+        ValueError, match="implementation rbg; the kernels draw from one key of implementation threefry"
+    ):
+        quantize_rows(x, noisy, key=jax.random.key(0, impl="rbg"))
+    with pytest.raises(ValueError, match=r"scale rule TwoLevel\(\)"):
+        quantize_rows(x, fp4jax.QuantSpec(fp4jax.E2M1, scale=fp4jax.TwoLevel()))
     with pytest.raises(ValueError, match=r"granularity PerBlock\(size=16\)"):
         quantize_rows(x, fp4jax.QuantSpec(fp4jax.E2M1, fp4jax.PerBlock(16)))
     with pytest.raises(ValueError, match="format E3M0, which has no mantissa"):
