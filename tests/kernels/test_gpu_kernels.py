@@ -110,11 +110,34 @@ def test_tiles_equal_numpy():
     same(got.scale, want.block_scale[0])
 
 
+@pytest.mark.parametrize("cluster", ["m", "n"])
+def test_products_of_clusters_are_exact(cluster):
+    rng = np.random.default_rng(5)
+    lhs, rhs = (rng.choice(GRID, (s, 1300)).astype(d) for s, d in ((1000, E4M3), (700, E5M2)))
+    config, one = GemmConfig(tile_n=192, epilogue_n=32, cluster=cluster), jnp.float32(1)
+    got = jax.jit(lambda a, b: scaled_matmul(a, b, one, one, out_dtype=jnp.float32, config=config))(lhs, rhs)
+    np.testing.assert_array_equal(np.asarray(got), (lhs.astype(np.float64) @ rhs.astype(np.float64).T))
+
+
+@pytest.mark.parametrize("shape", [(512, 4096), (129, 127)], ids=str)
+@pytest.mark.parametrize("scale", [fp4jax.AbsMax(), fp4jax.PowerOfTwo("floor")], ids=repr)
+def test_noise_and_powers_of_two_are_the_references(shape, scale):
+    x = np.random.default_rng(6).standard_t(2, shape).astype(jnp.bfloat16)
+    spec, key = fp4jax.QuantSpec(fp4jax.E2M1, scale=scale, rounding=fp4jax.STOCHASTIC), jax.random.key(7)
+    want = fp4jax.quantize(x, spec, axis=-1, key=key)
+    got = jax.jit(lambda x: quantize_rows(x, spec, transpose=True, key=key))(x)
+    same(got.values, np.asarray(want.values.astype(jnp.float32)).astype(E4M3))
+    same(got.transposed, np.asarray(got.values).T)
+    same(got.scale, scale.decode(want.scale, None)[:, 0])
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
+@pytest.mark.parametrize("shape", [(4096, 1000), (1, 1), (129, 127)], ids=str)
 @pytest.mark.parametrize("name", ["normal", "heavy", "zeros"])
-def test_quantile_equals_sorting(name):
+def test_quantile_equals_sorting(name, shape, dtype):
     rng = np.random.default_rng(3)
-    x = {"normal": rng.standard_normal, "heavy": lambda s: rng.standard_t(1, s), "zeros": np.zeros}[name]((4096, 1000))
-    x = x.astype(jnp.bfloat16)
+    x = {"normal": rng.standard_normal, "heavy": lambda s: rng.standard_t(3, s), "zeros": np.zeros}[name](shape)
+    x = x.astype(dtype)
     ranks = int(0.01 * x.size), int(0.99 * x.size)
     ordered = np.sort(x.astype(np.float32).ravel())
     assert [float(v) for v in order_statistics(x, ranks)] == [ordered[r] for r in ranks]
