@@ -14,7 +14,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from fp4jax.kernels.quantizer_device import Extremes, Rule, as_float32, bits_of, noise_tile
+from fp4jax.kernels.noise_device import noise_tile
+from fp4jax.kernels.quantizer_device import Extremes, Rule, as_float32, bits_of
 
 
 @dataclasses.dataclass(frozen=True)

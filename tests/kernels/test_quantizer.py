@@ -10,7 +10,7 @@ import fp4jax
 from fp4jax import kernels
 from fp4jax.dot.xla import quantize_activation
 from fp4jax.exact import as_float32, multiply
-from fp4jax.kernels import QuantizerConfig, Wanted, quantize_rows, quantize_tiles, quantizer_device
+from fp4jax.kernels import QuantizerConfig, Wanted, noise_device, quantize_rows, quantize_tiles, quantizer_device
 from fp4jax.kernels.quantizer import storage
 from fp4jax.kernels.quantizer_device import divide
 from fp4jax.kernels.strips_device import Strips, _task
@@ -157,7 +157,7 @@ def test_the_assembly_draws_what_jax_random_draws():
     index = np.arange(4096, dtype=np.uint32)
     key0, key1 = (np.uint32(word) for word in jax.random.key_data(KEY))
     with np.errstate(over="ignore"):
-        found = run_assembly(quantizer_device.THREEFRY, {"$1": index, "$2": key0, "$3": key1})["$0"]
+        found = run_assembly(noise_device.THREEFRY, {"$1": index, "$2": key0, "$3": key1})["$0"]
     want = jax.random.bits(KEY, (4096,), np.uint32) >> 8
     np.testing.assert_array_equal(found, np.asarray(want))
 
