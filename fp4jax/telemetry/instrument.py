@@ -254,8 +254,9 @@ def capture(fn: Callable, model: nnx.Module, *args, **kwargs) -> tuple[Any, nnx.
         The result, and what ``telemetry.collect`` takes.
 
     Raises:
-        ValueError: ``model`` is not instrumented, or a product did not run, or ran where its module is a copy (such
-            as blocks that are unstacked by hand): take gradients of the probes instead, which come through everything.
+        ValueError: ``model`` is not instrumented, or a product did not run, or runs where its module is a copy (blocks
+            unstacked by hand, or cut into runs of equal recipe): take gradients of the probes instead, which come
+            through everything.
 
     Example:
         >>> import fp4jax
@@ -264,15 +265,19 @@ def capture(fn: Callable, model: nnx.Module, *args, **kwargs) -> tuple[Any, nnx.
         >>> y.shape, sums["dot_general"]["forward"].shape == SHAPE
         ((8, 32), True)
     """
-    taps = {".".join(map(str, path)) for path, module in nnx.iter_modules(model) if isinstance(module, TAPS)}
+    taps = {".".join(map(str, path)): module for path, module in nnx.iter_modules(model) if isinstance(module, TAPS)}
     if not taps:
         raise ValueError("the model is not instrumented; pass telemetry.instrument(model)")
+    if cut := sorted(path for path, tap in taps.items() if isinstance(tap, BlockwiseTap)):
+        raise ValueError(
+            f"nothing can be recorded for {', '.join(cut)}, whose blocks follow different recipes and run as copies; "
+            "take gradients of the probes instead (docs/telemetry.md)"
+        )
     out, sums = nnx.capture(fn, Forward)(model, *args, **kwargs)
     recorded = {".".join(map(str, path[:-1])) for path, _ in nnx.to_flat_state(sums)}
-    if missing := sorted(taps - recorded):
+    if missing := sorted(taps.keys() - recorded):
         raise ValueError(
             f"nothing was recorded for {', '.join(missing)}: they did not run, or ran as copies (blocks unstacked by "
-            "hand, as in Llama with scan_layers=False, or cut into runs of equal recipe); take gradients of the probes "
-            "instead (docs/telemetry.md)"
+            "hand, as in Llama with scan_layers=False); take gradients of the probes instead (docs/telemetry.md)"
         )
     return out, sums
