@@ -88,7 +88,7 @@ def steps(config: BenchConfig, peaks: Peaks | None) -> Iterator[Result]:
         share = operations / rows[0].seconds / peaks.bfloat16
         notes.append(f"BF16 runs at {100 * share:.0f} % of the BF16 peak, {peaks.bfloat16 / 1e12:.0f} TFLOP/s.")
     else:
-        notes.append("On this device the four bits are emulated, which costs time; the numbers are those of a GPU.")
+        notes.append("On this device the four bits are emulated: the same values as on a GPU, at the price of time.")
     title = f"train step of {config.model}, {config.batch_size} × {config.seq_len} tokens, remat {config.remat}"
     yield Result(title, tuple(rows), float(tokens), "tokens", notes=tuple(notes))
 
