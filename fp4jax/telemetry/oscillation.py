@@ -94,8 +94,7 @@ class Oscillation:
         model: the first snapshot: an NNX model with quantized products.
 
     Raises:
-        ValueError: no quantized weight, or one whose contraction axes are not known (an ``nnx.Einsum`` that is given
-            its equation when it is called); on a call, for another model.
+        ValueError: no quantized weight; on a call, for another model.
 
     Example:
         >>> import fp4jax
@@ -161,11 +160,7 @@ class Weight:
 
 
 def weights_of(model: nnx.Module) -> list[Weight]:
-    """The quantized weights of a model, in the order of its layers.
-
-    Raises:
-        ValueError: a layer whose contraction axes are not known.
-    """
+    """The quantized weights of a model, in the order of its layers."""
     layers = {id(getattr(found.module, found.kind.product)): found for found in find_layers(model) if found.kind}
     layers |= {id(found.module): found for found in find_layers(model) if found.kind}
     weights = []
@@ -175,7 +170,7 @@ def weights_of(model: nnx.Module) -> list[Weight]:
         kernel = getattr(owner, "kernel", None)
         if kernel is None:
             continue
-        axis, stack = _axis(path, owner), () if found is None else found.stack
+        axis, stack = _axis(owner), () if found is None else found.stack
         layer = path.removesuffix("einsum_op").rstrip(".")
         for start, stop, recipe in _runs(module.dot_general, stack):
             if recipe is not None and recipe.weight_spec is not None:
@@ -190,15 +185,13 @@ def _runs(product: Any, stack: tuple[int, ...]) -> list[tuple[int, int | None, R
     return [(0, stack[0] if stack else None, product_recipes(product)[0])]
 
 
-def _axis(path: str, layer: Any) -> tuple[int, ...]:
+def _axis(layer: Any) -> tuple[int, ...]:
     """The contraction axes of the kernel of a layer."""
     match layer:
         case nnx.LinearGeneral():
             first = len(layer.out_features) + len(layer.in_features)
             return tuple(range(-first, -len(layer.out_features)))
         case nnx.Einsum():
-            if layer.einsum_str is None:
-                raise ValueError(f"{path}: this nnx.Einsum is given its equation when it is called; give it einsum_str")
             rank = len(layer.kernel_shape)
             operands, _, out = layer.einsum_str.replace(" ", "").partition("->")
             lhs = operands.partition(",")[0].replace("...", "")
