@@ -1,7 +1,6 @@
 """Rotary embedding and causal grouped-query attention."""
 
 import functools
-from collections.abc import Mapping
 from typing import Literal
 
 import jax
@@ -10,9 +9,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from fp4jax.models.configs import LlamaConfig
-from fp4jax.models.parts import linear, rows
+from fp4jax.models.parts import apply_together, linear, rows
 from fp4jax.models.sharding import locally, split_axes
-from fp4jax.recipe import Recipe
 
 
 def rope_tables(positions: jax.Array, head_dim: int, base: float) -> tuple[jax.Array, jax.Array]:
@@ -66,27 +64,22 @@ class Attention(nnx.Module):
 
     Args:
         config: the model's configuration.
-        recipes: recipe of each layer path.
-        backend: backend of the recipes, None to choose.
         rngs: draws the parameters.
     """
 
-    def __init__(
-        self, config: LlamaConfig, recipes: Mapping[str, Recipe | None], *, backend: str | None, rngs: nnx.Rngs
-    ):
+    def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
         d, q, kv = config.embed_dim, config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        options = {"config": config, "recipes": recipes, "backend": backend, "rngs": rngs}
-        self.query = linear("layers.attention.query", d, q, ("embed", "heads"), **options)
-        self.key = linear("layers.attention.key", d, kv, ("embed", "kv"), **options)
-        self.value = linear("layers.attention.value", d, kv, ("embed", "kv"), **options)
-        self.output = linear("layers.attention.output", q, d, ("heads", "embed"), std=config.residual_std, **options)
+        self.query = linear(d, q, ("embed", "heads"), config=config, rngs=rngs)
+        self.key = linear(d, kv, ("embed", "kv"), config=config, rngs=rngs)
+        self.value = linear(d, kv, ("embed", "kv"), config=config, rngs=rngs)
+        self.output = linear(q, d, ("heads", "embed"), std=config.residual_std, config=config, rngs=rngs)
         self.config = config
 
     def __call__(self, x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
         """x [b, t, d] -> [b, t, d]."""
         config = self.config
         lead, heads = x.shape[:-1], (-1, config.head_dim)
-        tokens = rows(x)
+        query, key, value = apply_together(rows(x), self.query, self.key, self.value)
         attend = functools.partial(
             jax.nn.dot_product_attention,
             is_causal=True,
@@ -94,9 +87,9 @@ class Attention(nnx.Module):
         )
         encoded = locally(
             attend,
-            apply_rope(split_axes(self.query(tokens), lead, heads), cos, sin),
-            apply_rope(split_axes(self.key(tokens), lead, heads), cos, sin),
-            split_axes(self.value(tokens), lead, heads),
+            apply_rope(split_axes(query, lead, heads), cos, sin),
+            apply_rope(split_axes(key, lead, heads), cos, sin),
+            split_axes(value, lead, heads),
         )
         # One axis at a time: each merge follows the mesh by itself.
         merged = rows(encoded.reshape(*lead, -1))

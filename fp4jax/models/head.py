@@ -9,34 +9,30 @@ from flax import nnx
 from jax import lax
 from jax.typing import DTypeLike
 
+from fp4jax.dot import DotGeneral
 from fp4jax.models.configs import LlamaConfig
-from fp4jax.models.parts import axis_names, rows, streams
+from fp4jax.models.parts import axis_names, rows
 from fp4jax.models.sharding import gathered, product_sharding, split_axes
-from fp4jax.nn.product import product
-from fp4jax.recipe import Recipe
+from fp4jax.nn import LAYERS, LayerKind
 
 
 class Head(nnx.Module):
-    """Float32 logits x W, or x Eᵀ against the embedding table E where `config.tie_embeddings`.
+    """Float32 logits x W, or x Eᵀ against the embedding table E where `config.tie_embeddings`; in high precision.
 
     Args:
         config: the model's configuration.
-        recipe: recipe of the product, None for high precision.
-        backend: backend of the recipe, None to choose.
-        rngs: draws the kernel, unless tied, and seeds the noise of a stochastic recipe.
+        rngs: draws the kernel, unless tied.
     """
 
-    def __init__(self, config: LlamaConfig, recipe: Recipe | None, *, backend: str | None, rngs: nnx.Rngs):
+    def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
+        self.in_features, self.out_features = config.embed_dim, config.vocab_size
         if config.tie_embeddings:
             self.kernel = nnx.data(None)
         else:
             init = nnx.initializers.normal(config.weight_std)
             shape = (config.embed_dim, config.vocab_size)
             self.kernel = nnx.Param(init(rngs.params(), shape, config.param_dtype), **axis_names("embed", "vocab"))
-        if recipe is None or not recipe.quantizes:
-            self.dot_general = wide_dot_general
-        else:
-            self.dot_general = product(recipe, backend, streams(rngs, "head", recipe))
+        self.dot_general = wide_dot_general
 
     def __call__(self, x: jax.Array, table: jax.Array) -> jax.Array:
         """x [..., d], table [v, d] (used if tied) -> float32 logits [..., v]."""
@@ -91,3 +87,16 @@ def _wide_dot_bwd(numbers, dtype, out_sharding, residuals, g):
 
 
 _wide_dot.defvjp(_wide_dot_fwd, _wide_dot_bwd)
+
+
+def _wide_unless_quantized(dot: DotGeneral | nnx.Module) -> Any:
+    return wide_dot_general if isinstance(dot, DotGeneral) and not dot.recipe.quantizes else dot
+
+
+LAYERS[Head] = LayerKind(
+    "dot_general",
+    (wide_dot_general,),
+    lambda head: (head.in_features, head.out_features),
+    wrap=_wide_unless_quantized,
+    promotes=False,
+)

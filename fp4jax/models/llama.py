@@ -1,6 +1,6 @@
 """LLaMA-2 in Flax NNX, with the recipe of every linear layer chosen by one rule list."""
 
-from collections.abc import Mapping
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +13,7 @@ from fp4jax.models.head import Head
 from fp4jax.models.parts import RMSNorm, SwiGLU, axis_names
 from fp4jax.models.remat import REMAT_POLICIES
 from fp4jax.models.sharding import lookup
-from fp4jax.nn import Rules, resolve_rules
-from fp4jax.recipe import Recipe
+from fp4jax.nn import Rules, join_runs, quantize_model, split_runs
 
 LINEAR_PATHS = (
     "layers.attention.query",
@@ -26,7 +25,8 @@ LINEAR_PATHS = (
     "layers.mlp.down",
     "head",
 )
-"""Paths of the products a rule list decides. The blocks are stacked, so that one path names a layer in all of them."""
+"""Paths of the products a rule list decides. The blocks are stacked, so that one path names a layer in all of them; one
+of them alone is "layers.3.mlp.up"."""
 
 
 class Block(nnx.Module):
@@ -34,18 +34,14 @@ class Block(nnx.Module):
 
     Args:
         config: the model's configuration.
-        recipes: recipe of each layer path.
-        backend: backend of the recipes, None to choose.
         rngs: draws the parameters.
     """
 
-    def __init__(
-        self, config: LlamaConfig, recipes: Mapping[str, Recipe | None], *, backend: str | None, rngs: nnx.Rngs
-    ):
+    def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
         self.attention_norm = RMSNorm(config)
-        self.attention = Attention(config, recipes, backend=backend, rngs=rngs)
+        self.attention = Attention(config, rngs=rngs)
         self.mlp_norm = RMSNorm(config)
-        self.mlp = SwiGLU(config, recipes, backend=backend, rngs=rngs)
+        self.mlp = SwiGLU(config, rngs=rngs)
 
     def __call__(self, x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
         """x [b, t, d] -> [b, t, d]."""
@@ -62,8 +58,8 @@ class Llama(nnx.Module):
 
     Args:
         config: shape and numerics; see `MODELS`.
-        rules: which linear layer follows which recipe; see `fp4jax.nn.default_rules` and `LINEAR_PATHS`. None leaves
-            all in high precision.
+        rules: which linear layer follows which recipe; see `fp4jax.nn.default_rules`, `keep_blocks` and
+            `LINEAR_PATHS`. None leaves all in high precision. `fp4jax.nn.quantize_model` changes them later.
         backend: backend of the recipes, None to choose.
         rngs: "params" draws the weights. "noise" seeds stochastic recipes, if there are any; the weights do not depend
             on it, nor on the rules.
@@ -78,8 +74,10 @@ class Llama(nnx.Module):
         (2, 16, 256)
     """
 
+    splits_runs = ("layers",)
+    """What `fp4jax.nn.quantize_model` may give recipes block by block."""
+
     def __init__(self, config: LlamaConfig, *, rules: Rules | None = None, backend: str | None = None, rngs: nnx.Rngs):
-        recipes = resolve_rules((((".*", None),) if rules is None else rules), LINEAR_PATHS)
         self.config = config
         self.embed = nnx.Embed(
             config.vocab_size,
@@ -91,9 +89,11 @@ class Llama(nnx.Module):
             embedding_metadata=axis_names("vocab", "embed"),
             rngs=rngs,
         )
-        self.layers = _stack_blocks(config, recipes, backend, rngs)
+        self.layers = _stack_blocks(config, rngs)
         self.norm = RMSNorm(config)
-        self.head = Head(config, recipes["head"], backend=backend, rngs=rngs)
+        self.head = Head(config, rngs=rngs)
+        if rules is not None:
+            quantize_model(self, rules, rngs=rngs, backend=backend)
 
     def __call__(self, tokens: jax.Array, *, positions: jax.Array | None = None) -> jax.Array:
         """Logits of the next token at every place.
@@ -125,7 +125,10 @@ class Llama(nnx.Module):
         return self.head(self.norm(x), self.embed.embedding[...])
 
     def _blocks(self, x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-        """Run the stacked blocks. NNX carries the noise counts of stochastic recipes out of scan and remat."""
+        """Run the stacked blocks, in runs of equal recipe, of which there is one unless rules tell blocks apart.
+
+        NNX carries the noise counts of stochastic recipes out of scan and remat.
+        """
 
         def run(x: jax.Array, block: Block) -> jax.Array:
             return block(x, cos, sin)
@@ -135,26 +138,33 @@ class Llama(nnx.Module):
             run = nnx.remat(
                 run, policy=REMAT_POLICIES[self.config.remat], prevent_cse=not self.config.scan_layers, graph=False
             )
-        if self.config.scan_layers:
-            return nnx.scan(run, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry, graph=False)(x, self.layers)
+        parts = split_runs(self.layers)
+        for part in parts:
+            x = self._scan(run, x, part) if self.config.scan_layers else self._unroll(run, x, part)
+        join_runs(self.layers, parts)
+        return x
 
-        leaves, treedef = jax.tree.flatten(self.layers)
+    @staticmethod
+    def _scan(run: Callable[..., jax.Array], x: jax.Array, blocks: Block) -> jax.Array:
+        return nnx.scan(run, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry, graph=False)(x, blocks)
+
+    @staticmethod
+    def _unroll(run: Callable[..., jax.Array], x: jax.Array, stack: Block) -> jax.Array:
+        leaves, treedef = jax.tree.flatten(stack)
         blocks = [treedef.unflatten(parts) for parts in zip(*map(jnp.unstack, leaves), strict=True)]
         for block in blocks:
             x = run(x, block)
         counts = [nnx.state(block, nnx.RngCount) for block in blocks]
-        nnx.update(self.layers, jax.tree.map(lambda *parts: jnp.stack(parts), *counts))
+        nnx.update(stack, jax.tree.map(lambda *parts: jnp.stack(parts), *counts))
         return x
 
 
-def _stack_blocks(
-    config: LlamaConfig, recipes: Mapping[str, Recipe | None], backend: str | None, rngs: nnx.Rngs
-) -> Block:
-    """`num_layers` blocks in one: parameters get a leading axis named "layers", noise streams a key a layer."""
+def _stack_blocks(config: LlamaConfig, rngs: nnx.Rngs) -> Block:
+    """`num_layers` blocks in one: parameters get a leading axis named "layers"."""
 
     @nnx.split_rngs(splits=config.num_layers)
     @nnx.vmap(transform_metadata={nnx.PARTITION_NAME: "layers"})
     def create(rngs: nnx.Rngs) -> Block:
-        return Block(config, recipes, backend=backend, rngs=rngs)
+        return Block(config, rngs=rngs)
 
     return create(rngs)

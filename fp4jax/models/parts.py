@@ -1,8 +1,6 @@
 """What every part of the model is made of: the annotated linear layer, the norm, the SwiGLU."""
 
 import functools
-import zlib
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -10,10 +8,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from fp4jax.blocks import explicit_sharding
+from fp4jax.dot import Prepared, share_lhs
 from fp4jax.models.configs import LlamaConfig
-from fp4jax.models.sharding import gathered, merge_rows, product_sharding, split_axes
+from fp4jax.models.sharding import entries, gathered, merge_rows, product_sharding, split_axes
 from fp4jax.nn import Linear
-from fp4jax.recipe import Recipe
 
 
 def axis_names(*names: str) -> dict[str, Any]:
@@ -25,54 +23,53 @@ def axis_names(*names: str) -> dict[str, Any]:
 
 
 class MeshLinear(Linear):
-    """`fp4jax.nn.Linear` for [rows, in_features], which follows an Explicit mesh."""
+    """`fp4jax.nn.Linear` for [rows, in_features], also quantized beforehand, which follows an Explicit mesh."""
 
-    def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
-        """[rows, in_features] -> [rows, out_features], rows split as they were."""
-        if explicit_sharding(inputs) is None:
-            return super().__call__(inputs, out_sharding)
-        # In the dtype of the product, before it is gathered: without a recipe that is half the bytes.
-        inputs, kernel = self.promote_dtype((inputs, self.kernel[...]), dtype=self.dtype)
-        kernel = gathered(kernel, inputs)
-        return self.dot_general(inputs, kernel, (((1,), (0,)), ((), ())), out_sharding=product_sharding(inputs, kernel))
+    def __call__(self, inputs: Any, out_sharding: Any = None) -> jax.Array:
+        """[rows, in_features] -> [rows, out_features], rows split as they were.
+
+        Where the rows' mesh axes split the contraction of a weight that is quantized, its product gathers it, after
+        that: a byte a value or two, not four.
+        """
+        x = inputs.array if isinstance(inputs, Prepared) else inputs
+        kernel = self.kernel[...]
+        if x is inputs:
+            if explicit_sharding(x) is None:
+                return super().__call__(inputs, out_sharding)
+            inputs, kernel = self.promote_dtype((inputs, kernel), dtype=self.dtype)
+        if self.recipe is None or not self.recipe.quantizes:
+            kernel = gathered(kernel.astype(inputs.dtype), x)
+        out_sharding = product_sharding(x, kernel)
+        if out_sharding is not None and out_sharding.spec[-1] != entries(kernel)[-1]:
+            kernel = gathered(kernel, x)
+        return self.dot_general(inputs, kernel, (((1,), (0,)), ((), ())), out_sharding=out_sharding)
 
 
 def linear(
-    path: str,
     in_features: int,
     out_features: int,
     axes: tuple[str, str],
     *,
     config: LlamaConfig,
-    recipes: Mapping[str, Recipe | None],
-    backend: str | None,
     rngs: nnx.Rngs,
     std: float | None = None,
 ) -> MeshLinear:
-    """The linear layer at `path`: its recipe, its initial weights (normal, `config.weight_std` or std), its axes."""
-    recipe = recipes[path]
+    """A linear layer in high precision: its initial weights (normal, `config.weight_std` or std), its axes."""
     return MeshLinear(
         in_features,
         out_features,
-        recipe=recipe,
-        backend=None if recipe is None else backend,
         dtype=config.dtype,
         param_dtype=config.param_dtype,
         kernel_init=nnx.initializers.normal(config.weight_std if std is None else std),
         kernel_metadata=axis_names(*axes),
-        rngs=streams(rngs, path, recipe, params=rngs.params()),
+        rngs=nnx.Rngs(params=rngs.params()),
     )
 
 
-def streams(rngs: nnx.Rngs, path: str, recipe: Recipe | None, **others: jax.Array) -> nnx.Rngs:
-    """The streams of the layer at `path`: others, and noise if its recipe draws any.
-
-    The noise key is a function of the "noise" seed and the path alone. Nothing is drawn from a stream, so that the
-    noise of one layer does not move when a rule changes another's recipe.
-    """
-    if recipe is not None and recipe.needs_key:
-        others["noise"] = jax.random.fold_in(rngs.noise.key[...], zlib.crc32(path.encode()))
-    return nnx.Rngs(**others)
+def apply_together(x: jax.Array, *layers: MeshLinear) -> list[jax.Array]:
+    """layer(x) for layers that read the same x [rows, d]: quantized once where they quantize it alike."""
+    operands = share_lhs(x, [layer.dot_general for layer in layers])
+    return [layer(operand) for layer, operand in zip(layers, operands, strict=True)]
 
 
 def rows(x: jax.Array) -> jax.Array:
@@ -106,24 +103,19 @@ class SwiGLU(nnx.Module):
 
     Args:
         config: the model's configuration.
-        recipes: recipe of each layer path.
-        backend: backend of the recipes, None to choose.
         rngs: draws the parameters.
     """
 
-    def __init__(
-        self, config: LlamaConfig, recipes: Mapping[str, Recipe | None], *, backend: str | None, rngs: nnx.Rngs
-    ):
+    def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
         d, f = config.embed_dim, config.mlp_dim
-        options = {"config": config, "recipes": recipes, "backend": backend, "rngs": rngs}
-        self.gate = linear("layers.mlp.gate", d, f, ("embed", "mlp"), **options)
-        self.up = linear("layers.mlp.up", d, f, ("embed", "mlp"), **options)
-        self.down = linear("layers.mlp.down", f, d, ("mlp", "embed"), std=config.residual_std, **options)
+        self.gate = linear(d, f, ("embed", "mlp"), config=config, rngs=rngs)
+        self.up = linear(d, f, ("embed", "mlp"), config=config, rngs=rngs)
+        self.down = linear(f, d, ("mlp", "embed"), std=config.residual_std, config=config, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """x [..., d] -> [..., d]."""
-        tokens = rows(x)
-        return split_axes(self.down(_gated_silu(self.gate(tokens), self.up(tokens))), x.shape[:-1], x.shape[-1:])
+        gate, up = apply_together(rows(x), self.gate, self.up)
+        return split_axes(self.down(_gated_silu(gate, up)), x.shape[:-1], x.shape[-1:])
 
 
 # The float32 values inside these two are twice the size of what goes in. Kept for the backward pass they would cost

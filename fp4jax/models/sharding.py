@@ -26,16 +26,14 @@ def gathered(parameter: jax.Array, x: jax.Array) -> jax.Array:
     """`parameter`, no longer split over the mesh axes that split the rows of x."""
     if explicit_sharding(x) is None or explicit_sharding(parameter) is None:
         return parameter
-    used = set(_names(entries(x)[0]))
-    kept = [tuple(n for n in _names(entry) if n not in used) or None for entry in entries(parameter)]
-    return reshard(parameter, _on_mesh_of(parameter, kept))
+    return reshard(parameter, _on_mesh_of(parameter, [_without_rows(entry, x) for entry in entries(parameter)]))
 
 
 def product_sharding(x: jax.Array, kernel: jax.Array, kernel_axis: int = -1) -> NamedSharding | None:
     """The sharding of x · kernel: rows as in x, the last axis as `kernel_axis` of the kernel."""
     if explicit_sharding(x) is None:
         return None
-    return _on_mesh_of(x, [*entries(x)[:-1], entries(kernel)[kernel_axis]])
+    return _on_mesh_of(x, [*entries(x)[:-1], _without_rows(entries(kernel)[kernel_axis], x)])
 
 
 def merge_rows(x: jax.Array) -> jax.Array:
@@ -79,6 +77,13 @@ def locally(function: Callable[..., jax.Array], *arrays: jax.Array) -> jax.Array
     return jax.shard_map(
         function, mesh=mesh, in_specs=specs, out_specs=sharding.spec, axis_names=names, check_vma=False
     )(*arrays)
+
+
+def _without_rows(entry, x: jax.Array):
+    """A part of a sharding, without the mesh axes that split the rows of x."""
+    used = _names(entries(x)[0])
+    kept = tuple(name for name in _names(entry) if name not in used)
+    return kept if len(kept) > 1 else kept[0] if kept else None
 
 
 def _names(entry) -> tuple[str, ...]:
