@@ -127,10 +127,11 @@ def origin(module: ModuleType, name: str) -> tuple[ModuleType, int]:
 def first_paragraph(text: str) -> str:
     """The first paragraph, and what a colon at its end announces: an equation or a list."""
     paragraphs = inspect.cleandoc(text).split("\n\n")
-    shown = paragraphs[0]
+    shown = paragraphs[0].replace("``", "`")
     if len(paragraphs) > 1 and shown.endswith(":"):
-        shown += "\n\n" + paragraphs[1]
-    return shown.replace("``", "`")
+        table = paragraphs[1].startswith("==")  # reStructuredText's, which Markdown does not know
+        shown += f"\n\n```text\n{paragraphs[1]}\n```" if table else "\n\n" + paragraphs[1].replace("``", "`")
+    return shown
 
 
 def call_of(name: str, arguments: ast.arguments, returns: ast.expr | None = None, *, bound: bool = False) -> str:

@@ -60,3 +60,4 @@ def test_signatures_are_those_of_the_source(make_api, entries):
 def test_the_text_is_the_first_paragraph_and_what_it_announces(make_api):
     assert make_api.first_paragraph("One\n    line.\n\n    Args:\n        x: an array.") == "One\nline."
     assert make_api.first_paragraph("The sum ``s``:\n\n        s = a + b\n\n    Not this.").endswith("    s = a + b")
+    assert make_api.first_paragraph("In order:\n\n====  ====\n``a``  b").endswith("```text\n====  ====\n``a``  b\n```")

@@ -18,7 +18,8 @@ ROOT = Path(__file__).parents[1]
 # Pages whose examples run here; the other pages are run by the tests of what they describe.
 PAGES = (
     "README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/design.md", "docs/numerics.md", "docs/recipes.md",
-    "docs/model.md", "docs/checkpoints.md", "docs/training.md", "docs/peers.md",
+    "docs/model.md", "docs/checkpoints.md", "docs/training.md", "docs/peers.md", "docs/README.md", "docs/cookbook.md",
+    "docs/api.md",
 )  # fmt: skip
 MARKDOWN = sorted(
     str(page.relative_to(ROOT))
