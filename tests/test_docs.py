@@ -154,3 +154,13 @@ def test_the_newest_entry_of_the_changelog_is_this_version():
 def test_the_table_of_recipes_is_complete():
     rows = re.findall(r"^\| `(\w+)` \|", (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8"), re.MULTILINE)
     assert rows == list(fp4jax.recipes.RECIPES)
+
+
+def test_the_map_of_the_pages_is_complete():
+    listed = re.findall(r"^\| \[\w+\]\(([\w.]+)\) \|", (ROOT / "docs" / "README.md").read_text("utf-8"), re.MULTILINE)
+    assert sorted([*listed, "README.md"]) == sorted(page.name for page in (ROOT / "docs").glob("*.md"))
+
+
+def test_the_contents_of_the_cookbook_are_its_headings():
+    page = (ROOT / "docs" / "cookbook.md").read_text(encoding="utf-8")
+    assert re.findall(r"^\d+\. \[(.+)\]\(", page, re.MULTILINE) == re.findall(r"^## (.+)$", page, re.MULTILINE)
