@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from fp4jax.dot import DotGeneral
+from fp4jax.dot import DotGeneral, Prepared
 from fp4jax.dot.geometry import Geometry
 from fp4jax.nn import KeyedDotGeneral
 from fp4jax.nn.einsum import DotEinsum
@@ -122,12 +122,17 @@ def _observed(
     recipe: Recipe,
     key: Key | None,
 ) -> Array:
-    lhs, rhs = jnp.asarray(lhs), jnp.asarray(rhs)
+    lhs, rhs = array_of(lhs), array_of(rhs)
     if hasattr(tap, "__captures__"):  # inside telemetry.capture
         static = Observed(recipe, Geometry.make(lhs.ndim, rhs.ndim, dimension_numbers))
         sums = forward_statistics(jax.lax.stop_gradient(lhs), jax.lax.stop_gradient(rhs), key, static)
         tap.sow(Forward, "forward", sums, reduce_fn=jnp.add, init_fn=lambda: jnp.zeros(SHAPE, jnp.float32))
     return observe(y, tap.probe[...], lhs, rhs, dimension_numbers, recipe, key)
+
+
+def array_of(operand: Any) -> Array:
+    """An operand of a product as an array, also where it was quantized beforehand."""
+    return operand.array if isinstance(operand, Prepared) else jnp.asarray(operand)
 
 
 def instrument[M: nnx.Module](model: M, *, stacked: Stacked | None = None) -> M:

@@ -9,7 +9,7 @@ from jax import lax
 from fp4jax.dot import DotGeneral
 from fp4jax.nn import KeyedDotGeneral
 from fp4jax.nn.runs import BlockwiseDotGeneral
-from fp4jax.telemetry.instrument import Stacked, replace_products
+from fp4jax.telemetry.instrument import Stacked, array_of, replace_products
 from fp4jax.typing import Array, DimensionNumbers, Key
 
 
@@ -73,11 +73,11 @@ class KeyedSwitch(KeyedDotGeneral):
 
 def _either(on: Array, dot: DotGeneral, lhs: Array, rhs: Array, options: tuple, key: Key | None) -> Array:
     numbers, precision, preferred, out_sharding = options
-    lhs, rhs = jnp.asarray(lhs), jnp.asarray(rhs)
-    dtype = jnp.dtype(preferred or dot.recipe.output_dtype or lhs.dtype)
+    x, w = array_of(lhs), array_of(rhs)
+    dtype = jnp.dtype(preferred or dot.recipe.output_dtype or x.dtype)
 
     def plain() -> Array:
-        out = lax.dot_general(lhs, rhs.astype(lhs.dtype), numbers, precision, preferred, out_sharding=out_sharding)
+        out = lax.dot_general(x, w.astype(x.dtype), numbers, precision, preferred, out_sharding=out_sharding)
         return out.astype(dtype)
 
     return lax.cond(on, lambda: dot(lhs, rhs, numbers, precision, preferred, out_sharding, key=key), plain)

@@ -274,6 +274,17 @@ def test_forward_statistics_of_unstacked_blocks_are_refused():
         jax.make_jaxpr(run)(TOKENS)
 
 
+def test_an_operand_that_was_quantized_beforehand_is_measured_too():
+    layer = fp4jax.nn.Linear(16, 16, recipe=FORWARD, rngs=nnx.Rngs(0))
+    numbers, prepared = (((1,), (0,)), ((), ())), fp4jax.DotGeneral(FORWARD).prepare_lhs(X)
+    multiply = lambda layer, x: layer.dot_general(x, layer.kernel[...], numbers)
+    out, sums = telemetry.capture(multiply, telemetry.instrument(layer), prepared)
+    assert_bit_equal(out, multiply(layer, X))
+    (record,) = telemetry.collect(sums).records
+    assert_statistics(record.values, statistics(np.asarray(X), QuantSpec(E2M1), 1))
+    assert_bit_equal(multiply(telemetry.switchable(layer), prepared), out)
+
+
 # --- errors -----------------------------------------------------------------------------------------------------------
 
 
