@@ -146,6 +146,7 @@ right.set(
     xlabel="step", ylabel="training loss above BF16's (%)", title="Stored: 9M parameters, 6.6M tokens, three seeds"
 )
 
+right.legend(loc="upper left", fontsize=10)
 plt.show()
 
 # %% [markdown]
@@ -204,7 +205,7 @@ for axis, (name, snapshot) in zip(axes, snapshots.items()):
         records = snapshot.of(place=place)
         axis.scatter([r.values["crest"] for r in records], [r.snr_db for r in records], color=color, label=label, s=36)
     axis.set(title=name, xlabel="crest factor, max |x| / rms", xscale="log")
-    axis.set_xticks([3, 4, 6, 10], ["3", "4", "6", "10"])
+    axis.set_xticks([3, 4, 6, 10, 16], ["3", "4", "6", "10", "16"])
     axis.minorticks_off()
 axes[0].set_ylabel("SNR of the operand (dB)")
 axes[0].legend()

@@ -34,7 +34,8 @@ def run(script: Path) -> str:
 
 @pytest.fixture
 def plain_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel inherits the environment: without the eight virtual devices of this session, and without fetching."""
+    """The kernel inherits the environment: one CPU device, not the eight virtual ones of this session; no fetching."""
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     monkeypatch.delenv("XLA_FLAGS", raising=False)
     monkeypatch.setenv("FP4JAX_FETCH", "0")
 
