@@ -158,7 +158,7 @@ print("\n".join(lines[:9]), f"\n... {len(lines)} lines")
 # With `nnx.Optimizer` and `nnx.jit`, like any other model.
 
 # %%
-STEPS, BATCH = 240, 64
+STEPS, BATCH = 200, 64
 train_images, train_labels = pictures(1, STEPS * BATCH)
 
 

@@ -11,7 +11,19 @@ import pytest
 
 # Optax and Flax NNX raise under strict promotion, so folders that call them are exempt;
 # everything fp4jax computes by itself is held to it.
-_CALLS_OTHERS = ("nn", "linen", "models", "train", "optim", "parallel", "interop", "experiments", "cli", "telemetry", "bench")
+_CALLS_OTHERS = (
+    "nn",
+    "linen",
+    "models",
+    "train",
+    "optim",
+    "parallel",
+    "interop",
+    "experiments",
+    "cli",
+    "telemetry",
+    "bench",
+)
 
 
 @pytest.fixture(autouse=True)

@@ -22,7 +22,7 @@ type Names = tuple[str, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Which mesh axes split each axis of an array; axes of one device are left out.
+    """Which mesh axes split each axis of an array, those of one device included: they are part of its type.
 
     Attributes:
         mesh: an Explicit mesh, or None for arrays that are nowhere split.
@@ -38,8 +38,7 @@ class Layout:
         if sharding is None:
             return cls(None, ((),) * ndim)
         entries = [*sharding.spec, *(None,) * (ndim - len(sharding.spec))]
-        sizes = sharding.mesh.shape
-        return cls(sharding.mesh, tuple(tuple(n for n in names_of(e) if sizes[n] > 1) for e in entries))
+        return cls(sharding.mesh, tuple(tuple(names_of(e)) for e in entries))
 
     @property
     def spec(self) -> PartitionSpec:

@@ -1,9 +1,8 @@
-"""Exact order statistics of a whole tensor on a GPU, by counting: most often in one reading of it.
+"""Exact order statistics of a whole BF16 or FP16 tensor on one GPU, in one or two readings of it.
 
-A sorted sample brackets each rank to a few of the possible values. One reading counts the values between 15 boundaries
-around each bracket, which decides the rank or leaves a narrower bracket for another reading. Whatever the sample says,
-the answer is that of counting: as many readings are launched as the worst case takes, and those that find nothing left
-to decide read nothing.
+A sorted sample of 2¹⁸ values brackets each rank to a few of the 2¹⁶ possible values. One reading counts the values
+below the bracket and at six places inside; it decides the rank, or leaves a bracket six times narrower for a second
+reading. Whatever the sample says, the answer is that of counting: a rank outside its bracket is bisected.
 """
 
 import functools
@@ -15,103 +14,111 @@ import ml_dtypes
 import numpy as np
 from jax import lax
 
-from fp4jax.kernels.device import core_count, interpreting, triton_call
-from fp4jax.kernels.quantile_device import LIMIT, STEPS, Reading, count_kernel, float_of_key, key_of, narrowed
+from fp4jax import outliers
+from fp4jax.kernels.device import triton_call
+from fp4jax.kernels.quantile_device import (
+    BINS,
+    CHUNK,
+    HIGHEST,
+    INNER,
+    LOWEST,
+    count_kernel,
+    finish_kernel,
+    key_of,
+    width_shift,
+)  # fmt: skip
 from fp4jax.typing import Array, AxisName
 
 DTYPES = (np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16), np.dtype(np.float32))
-SAMPLES = 2**16
-TILE = 1024
-PROGRAMS = 4  # for each multiprocessor
-READINGS = {16: 8, 32: 12}
-"""By bits of a value. A reading leaves at most a 14th of a bracket, rounded up to a power of two; a 16-bit reading
-covers at most 14 · 2¹¹ keys, so that two more may be needed to find them."""
+SAMPLES = 2**18
+READINGS = 2
 _SIGMAS = 4  # half width of a bracket, in standard deviations of the rank of a sampled value
 
 
 def order_statistics(x: Array, ranks: tuple[int, int], *, names: tuple[AxisName, ...] = ()) -> tuple[Array, Array]:
     """The two values that would stand at ``ranks`` were all of ``x`` sorted; equal to sorting, bit for bit.
 
+    The kernels read 16-bit values of one device. Others are counted by the reference, a reading a bit
+    (``fp4jax.outliers.order_statistics``).
+
     Args:
         x: bfloat16, float16 or float32, any shape but empty. NaN sorts last, or first if its sign bit is set.
-        ranks: static positions in the sorted order, the lower one first.
+        ranks: static positions in the sorted order.
         names: manual mesh axes over which the values are split, inside a ``jax.shard_map(check_vma=False)``; ranks are
-            those among all of them. Devices exchange a sample and 32 counts a reading.
+            those among all of them.
 
     Returns:
         Two scalars of the dtype of ``x``.
 
     Raises:
         TypeError: for another dtype.
-        ValueError: for ranks out of range or order, or 2³¹ values or more.
+        ValueError: for a rank out of range, or 2³¹ values or more.
     """
     x = jnp.asarray(x)
-    devices = math.prod(lax.axis_size(name) for name in names)
-    n = math.prod(x.shape) * devices
+    n = math.prod(x.shape) * math.prod(lax.axis_size(name) for name in names)
     if x.dtype not in DTYPES:
         raise TypeError(f"x has dtype {x.dtype}; the exact quantile takes bfloat16, float16 or float32")
-    if len(ranks) != 2 or not 0 <= ranks[0] <= ranks[1] < n:
-        raise ValueError(f"ranks={ranks} must be two positions, in order, in the {n} values of x")
+    if len(ranks) != 2 or not all(0 <= r < n for r in ranks):
+        raise ValueError(f"ranks={ranks} must be two positions in the {n} values of x")
     if n >= 2**31:
         raise ValueError(f"an exact quantile of {n} values overflows its int32 counts; use OCC(quantile='sampled')")
     flat = x.reshape(-1)
-    bits = 8 * x.dtype.itemsize
-    reading, wanted = _reading(flat.size, bits), jnp.asarray(ranks, jnp.int32)
-
-    def read(index, carry):
-        state, counts = carry
-        state, counts = count(index, flat, wanted, state, counts, reading)
-        if names:
-            own = lax.psum(lax.dynamic_slice(counts, (32 * index,), (32,)), names)
-            counts = lax.dynamic_update_slice(counts, own, (32 * index,))
-        return state, counts
-
-    readings = READINGS[bits]
-    state, counts = lax.fori_loop(
-        0, readings, read, (_brackets(flat, ranks, n, names), jnp.zeros(32 * readings, jnp.int32))
-    )
-    brackets = (state[0], state[1]), (state[2], state[3])
-    (low0, _), (low1, _) = narrowed(brackets, counts[-32:], wanted, reading.highest, trusted=True)
-    return float_of_key(low0, x.dtype), float_of_key(low1, x.dtype)
-
-
-def _reading(size: int, bits: int) -> Reading:
-    """How to cut up ``size`` values: so that every multiprocessor has PROGRAMS programs, if there is enough to do."""
-    interpreted = interpreting()
-    tile = 64 if interpreted else TILE
-    repeats = round(size / (tile * STEPS * PROGRAMS * core_count()))
-    return Reading(size, tile, min(max(repeats, 1), LIMIT), bits, interpreted)
-
-
-def count(
-    index: Array, flat: Array, ranks: Array, state: Array, counts: Array, reading: Reading
-) -> tuple[Array, Array]:
-    """The ``index``-th reading. Between readings the counts of devices may be summed: see ``count_kernel``.
-
-    Returns:
-        The brackets uint32 [4] around which was counted, and ``counts`` with the 32 of this reading filled in.
-    """
-    outs = [jax.ShapeDtypeStruct((4,), jnp.uint32), jax.ShapeDtypeStruct(counts.shape, jnp.int32)]
-    return triton_call(
-        functools.partial(count_kernel, reading=reading), outs, jnp.int32(index), flat, ranks, state, counts,
-        name="fp4jax_quantile_count", grid=(reading.programs,), aliases={4: 1},
+    if names or x.dtype == np.float32:
+        first, second = outliers.order_statistics(flat, ranks, (-1,), names)
+        return first.reshape(()).astype(x.dtype), second.reshape(()).astype(x.dtype)
+    low, high = _brackets(flat, ranks)
+    if n % CHUNK:  # with what sorts last
+        last = lax.bitcast_convert_type(jnp.int16(HIGHEST), x.dtype)
+        flat = jnp.concatenate([flat, jnp.broadcast_to(last, (-n % CHUNK,))])
+    wanted = jnp.asarray(ranks, jnp.int32)
+    for reading in range(READINGS):
+        low, high = _narrow(flat, low, high, wanted, reading == 0)
+    keys = triton_call(
+        functools.partial(finish_kernel, chunks=flat.size // CHUNK),
+        jax.ShapeDtypeStruct((2,), jnp.int32),
+        flat, low, high, wanted,
+        name="fp4jax_quantile_finish", warps=8,
     )  # fmt: skip
+    bits = jnp.where(keys < 0, keys ^ HIGHEST, keys).astype(jnp.int16)
+    values = lax.bitcast_convert_type(bits, x.dtype)
+    return values[0], values[1]
 
 
-def _brackets(flat: Array, ranks: tuple[int, int], n: int, names: tuple[AxisName, ...]) -> Array:
-    """Keys between which the ranks probably lie, from a strided sample: uint32 [low, high, low, high]."""
-    devices = n // flat.size
+def _brackets(flat: Array, ranks: tuple[int, int]) -> tuple[Array, Array]:
+    """Keys between which the ranks probably lie, from a strided sample; int32 [2] each."""
+    n = flat.size
     # An odd stride: an even one would meet the same channels in every row, and outliers sit in fixed channels.
-    stride = -(-flat.size * devices // SAMPLES) | 1
-    sample = key_of(flat[::stride])
-    if names:
-        sample = lax.all_gather(sample, names, tiled=True)
-    small = jnp.uint16 if flat.dtype.itemsize == 2 else jnp.uint32
-    sample = lax.sort(sample.astype(small))
-    size, ends = sample.size, []
+    stride = -(-n // SAMPLES) | 1
+    sample = lax.sort(key_of(flat[::stride]).astype(jnp.int16))
+    size = sample.size
+    ends = []
     for rank in ranks:
         share = (rank + 0.5) / n
-        spread = _SIGMAS * math.sqrt(share * (1 - share) * size) + 1 if size < n else 0
+        spread = _SIGMAS * math.sqrt(share * (1 - share) * size) + 1 if stride > 1 else 0
         center = share * size - 0.5
-        ends += [max(math.floor(center - spread), 0), min(math.ceil(center + spread), size - 1)]
-    return sample[np.asarray(ends)].astype(jnp.uint32)
+        ends.append((max(int(center - spread), 0), min(math.ceil(center + spread), size - 1)))
+    keys = sample[np.asarray(ends)].astype(jnp.int32)
+    return keys[:, 0], keys[:, 1]
+
+
+def _narrow(flat: Array, low: Array, high: Array, ranks: Array, first: bool) -> tuple[Array, Array]:
+    """One reading: the brackets that are left. The first checks what the sample says, even of a bracket of one key."""
+    total = flat.size // CHUNK
+    chunks = math.gcd(total, 4)
+    counts = triton_call(
+        functools.partial(count_kernel, chunks=chunks, always=first),
+        jax.ShapeDtypeStruct((total // chunks, 2, BINS), jnp.int32),
+        flat, low, high,
+        name="fp4jax_quantile_count", grid=(total // chunks,),
+    )  # fmt: skip
+    running = jnp.cumsum(jnp.sum(counts, axis=0, dtype=jnp.int32), axis=1)
+    place = jnp.sum((running <= ranks[:, None]).astype(jnp.int32), axis=1)  # the bin that holds the rank
+    shift = width_shift(low, high)
+    start = low + ((place - 1) << shift)
+    below, above = place == 0, place == BINS - 1
+    new_low = jnp.where(below, LOWEST, jnp.where(above, jnp.minimum(low + (INNER << shift), HIGHEST), start))
+    new_high = jnp.where(below, low - 1, jnp.where(above, HIGHEST, start + (1 << shift) - 1))
+    if first:
+        return new_low, new_high
+    closed = low >= high
+    return jnp.where(closed, low, new_low), jnp.where(closed, high, new_high)

@@ -76,6 +76,6 @@ def test_quantizers_and_quantile(shape):
             cols,
         ),
         lower(lambda x, k: quantize_rows(x, NOISY, transpose=True, key=k), x, ((2,), jnp.uint32)),
-        *(lower(lambda x: order_statistics(x, (0, 1)), (shape, dtype)) for dtype in (jnp.bfloat16, jnp.float32)),
+        lower(lambda x: order_statistics(x, (0, 1)), x),
     ]
     assert all("triton" in text for text in texts)
