@@ -296,7 +296,7 @@ for axis, (name, by_block) in zip(axes[0], scores.items()):
         axis.plot([s[row][2] for s in by_block], ".-", color=color, label=label, linewidth=1.2)
     axis.set(title=name, xlabel="block" if weights else "tensor, by the size of its outliers")
 axes[0][0].set_ylabel("SNR (dB)")
-axes[0][min(1, len(scores) - 1)].legend(fontsize=10, loc="upper right")
+axes[0][min(1, len(scores) - 1)].legend(fontsize=10, loc="best")
 plt.show()
 
 # %% [markdown]

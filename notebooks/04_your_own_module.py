@@ -296,9 +296,9 @@ plt.show()
 #
 # ## Where the weights ended up
 #
-# `quantize` on a kernel of the trained model gives the values its product saw. The outer steps of E2M1 are wider, so
-# that each of its values gets about the same number of weights: little of the four bits is wasted. The uniform grid of
-# INT4 shows the shape of the distribution instead. Of the ternary weights three in four are zero.
+# `quantize` on a kernel of the trained model gives the values its product saw. The outer steps of E2M1 are wider,  so
+# that all but ±6 get similar numbers of weights: little of the four bits is wasted. The uniform grid of INT4 shows the
+# shape of the distribution instead. Of the ternary weights three in four are zero.
 
 # %%
 figure, axes = plt.subplots(1, 3, figsize=(11, 3))
