@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from fp4jax.exact import as_float32
 from fp4jax.formats import FloatFormat
-from fp4jax.quantize import QuantSpec, find_scales, quantize, scaled_input
+from fp4jax.quantize import QuantSpec, check_spec, find_scales, quantize, scaled_input
 from fp4jax.rounding import position
 from fp4jax.scaling import normalize_axis
 from fp4jax.typing import Array, Axis, Key
@@ -147,6 +147,7 @@ def fake_quant(x: Array, spec: QuantSpec, *, axis: Axis, estimator: Estimator = 
         >>> jax.grad(f)(jnp.array([6.0, 0.25, 1.0])).tolist()
         [0.20000000298023224, 3.0, 0.20000000298023224]
     """
+    check_spec(spec)
     x = jnp.asarray(x)
     if not isinstance(estimator, Estimator):
         raise TypeError(f"estimator={estimator!r} must be an Estimator such as STE() or DGE()")

@@ -139,6 +139,12 @@ def grid_values(x: Array, scales: Scales, spec: QuantSpec, axis: tuple[int, ...]
     return spec.rounding(scaled_input(x, scales, spec, axis), spec.format, key)
 
 
+def check_spec(spec: object) -> None:
+    """Raises TypeError for what is no ``QuantSpec``, such as a bare format."""
+    if not isinstance(spec, QuantSpec):
+        raise TypeError(f"spec={spec!r} must be a QuantSpec, such as fp4jax.QuantSpec(fp4jax.E2M1)")
+
+
 def quantize(x: Array, spec: QuantSpec, *, axis: Axis, key: Key | None = None) -> QTensor:
     """Quantizes ``x``: one rounding from its own precision to the grid of ``spec.format``, under one scale a block.
 
@@ -167,6 +173,7 @@ def quantize(x: Array, spec: QuantSpec, *, axis: Axis, key: Key | None = None) -
     References:
         Wang et al., arXiv:2501.17116, §3 and §4.1.
     """
+    check_spec(spec)
     x = jnp.asarray(x)
     axes = normalize_axis(axis, x.ndim)
     if spec.needs_key and key is None:

@@ -119,3 +119,25 @@ def test_nan_checks_do_not_see_the_nan_of_a_scale_that_is_not_used():
 def test_spec_prints_on_one_line():
     assert repr(SPECS[3]) == "E2M1 PerBlock(size=16) TwoLevel() NEAREST_EVEN"
     assert repr(SPECS[0]) == "E2M1 PerVector() AbsMax() NEAREST_EVEN"
+
+
+@pytest.mark.parametrize("function", [fp4jax.quantize, fp4jax.fake_quant])
+def test_a_bare_format_is_no_spec(function):
+    with pytest.raises(TypeError, match=r"spec=E2M1 must be a QuantSpec, such as fp4jax.QuantSpec\(fp4jax.E2M1\)"):
+        function(jnp.ones(4), fp4jax.E2M1, axis=-1)
+
+
+def test_an_operand_that_is_computed_is_computed_once():
+    """The compiler may round what makes x differently in each loop that reads it, if it is allowed to copy it."""
+    table = np.random.default_rng(1).normal(size=(64, 32)).astype(np.float32) * 0.1
+    tokens = np.random.default_rng(0).integers(0, 64, (8, 16))
+
+    def normalized(table, tokens):
+        x = table[tokens]
+        return (x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-5)).reshape(-1, 32)
+
+    dot = fp4jax.DotGeneral(fp4jax.recipes.fp4())
+    together = jax.jit(lambda t, i: dot.prepare_lhs(normalized(t, i)).quantized)(table, tokens)
+    apart = jax.jit(lambda x: dot.prepare_lhs(x).quantized)(jax.jit(normalized)(table, tokens))
+    for one, other in zip(jax.tree.leaves(together), jax.tree.leaves(apart), strict=True):
+        assert np.asarray(one).tobytes() == np.asarray(other).tobytes()

@@ -35,7 +35,7 @@ class MeshLinear(Linear):
         kernel = self.kernel[...]
         if x is inputs:
             if explicit_sharding(x) is None:
-                return super().__call__(inputs, out_sharding)
+                return super().__call__(x, out_sharding)
             inputs, kernel = self.promote_dtype((inputs, kernel), dtype=self.dtype)
         if self.recipe is None or not self.recipe.quantizes:
             kernel = gathered(kernel.astype(inputs.dtype), x)

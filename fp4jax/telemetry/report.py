@@ -33,7 +33,7 @@ class Report:
 
     def __str__(self) -> str:
         stream = io.StringIO()
-        Console(file=stream, width=WIDTH, color_system=None).print(self)
+        Console(file=stream, width=WIDTH, color_system=None, force_jupyter=False).print(self)
         return stream.getvalue().rstrip()
 
 

@@ -22,8 +22,10 @@ A linear layer from n to m features keeps of its input and of its weight
     with one, where not reused    a T n                                      4 n m
     with DGE                                                                 4 n m beside the codes
 
-With sparse compensation a T n more, for the residual. The weights are those that are gathered for use: a device keeps
-those of all layers, whole but for tensor parallelism. Off a mesh, what is 4 n m is the parameter itself, and free.
+once for layers that read the same input under the same recipe. With sparse compensation a T n more, for the residual.
+On a mesh the weights of output and down, and those without a recipe, are gathered for use: a device keeps those of all
+layers, whole but for tensor parallelism. The others are gathered in the product alone: n m is divided by the devices
+along fsdp, and what is 4 n m is, as off a mesh, the parameter itself, and free.
 
 At the end of the model, `head_activations`, counted as if the head were in high precision: T vectors of d before and
 after the last norm, the gathered head, T · v/t logits in float32 and their gradient in the dtype of activations.
@@ -48,11 +50,13 @@ class Share:
     Args:
         tokens: rows · tokens of a microbatch on a device, T.
         tensor: devices that share heads, MLP and vocabulary, t.
+        fsdp: devices that share every parameter.
         gathered: whether weights are gathered for use, as on every mesh, even where there is nothing to gather.
     """
 
     tokens: int
     tensor: int = 1
+    fsdp: int = 1
     gathered: bool = False
 
 
@@ -90,12 +94,14 @@ def block_activations(
     )
     inputs = weights = products = 0
     for names, n, widths in groups:
-        plain = 0
+        plain, shared = 0, set()
         for name, m in zip(names, widths, strict=True):
             recipe = recipes[f"layers.{name}"]
-            layer = _Linear(recipe, config, share, n, m)
+            layer = _Linear(recipe, config, share, n, m, columns=name not in ("attention.output", "mlp.down"))
             codes_only = remat == "quantized"
-            inputs += layer.input_codes
+            if recipe not in shared:  # quantized once for layers that quantize it alike
+                shared.add(recipe)
+                inputs += layer.input_codes
             plain = max(plain, 0 if codes_only else layer.plain_input)
             inputs += 0 if codes_only else layer.residual
             weights += layer.weight_codes + (0 if codes_only else layer.plain_weight)
@@ -143,6 +149,8 @@ class _Linear:
     share: Share
     n: int
     m: int
+    columns: bool
+    """Whether "fsdp" splits the contraction of its weight, which is then gathered in the product alone."""
 
     @property
     def _itemsize(self) -> int:
@@ -182,7 +190,8 @@ class _Linear:
         if recipe is None or not isinstance(recipe.dgrad.rhs, Reuse) or recipe.weight_spec is None:
             return 0
         vectors = self.m if isinstance(recipe.weight_spec.granularity, PerVector) else 1
-        return self.n * self.m + 4 * vectors
+        parts = self.share.fsdp if self.columns else 1
+        return self.n // parts * self.m + 4 * vectors
 
     @property
     def plain_weight(self) -> int:
@@ -191,7 +200,7 @@ class _Linear:
             return self._itemsize * self.n * self.m
         if self.weight_codes and recipe.weight_estimator.is_identity:
             return 0
-        return 4 * self.n * self.m if self.share.gathered else 0
+        return 4 * self.n * self.m if self.share.gathered and not self.columns else 0
 
     @property
     def product(self) -> int:

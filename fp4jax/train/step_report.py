@@ -180,7 +180,7 @@ def make_report(config: TrainConfig, vocab_size: int | None, console: Console) -
 
     plan_, mesh = config.plan, step.mesh
     rows = plan_.batch_size // plan_.accumulate // (mesh["data"] * mesh["fsdp"])
-    share = Share(rows * plan_.seq_len, mesh["tensor"], gathered=isinstance(step.placement, OnMesh))
+    share = Share(rows * plan_.seq_len, mesh["tensor"], mesh["fsdp"], gathered=isinstance(step.placement, OnMesh))
     kept = block_activations(step.model, step.recipes, share)
     whole = block_activations(step.model, step.recipes, share, remat="none")
     number = count_parameters(step.model)

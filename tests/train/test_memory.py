@@ -102,14 +102,14 @@ def test_a_block_keeps_what_the_model_says(monkeypatch, name, remat, mesh):
         kept = kept_by_a_block(config, rules, placement)
     sizes = parse_mesh(mesh or "data=1")
     rows = ROWS // (sizes["data"] * sizes["fsdp"])
-    share = Share(rows * SEQ_LEN, sizes["tensor"], gathered=mesh is not None)
+    share = Share(rows * SEQ_LEN, sizes["tensor"], sizes["fsdp"], gathered=mesh is not None)
     assert kept == sum(block_activations(config, resolve_rules(rules, LINEAR_PATHS), share).values())
 
 
 def test_quantized_operands_take_a_byte_a_value():
     recipes = dict.fromkeys(LINEAR_PATHS, parse_recipe("fp8"))
     kept = block_activations(CONFIG, recipes, Share(tokens=100), remat="quantized")
-    values = 100 * (5 * 32 + 64 + 48)
+    values = 100 * (2 * 32 + 64 + 48)  # query, key and value share their input, gate and up theirs
     assert values < kept["linear inputs"] <= values + 7 * 4
     weights = 2 * 32 * 64 + 2 * 32 * 32 + 3 * 32 * 48
     assert weights < kept["weights"] <= weights + 7 * 4
