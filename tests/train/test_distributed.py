@@ -36,16 +36,14 @@ def free_port() -> int:
 def start(flags: list[str], out: Path) -> list[subprocess.Popen]:
     """Both processes, their output in files beside `out`."""
     port = str(free_port())
-    environment = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
-    return [
-        subprocess.Popen(
-            [sys.executable, str(SCRIPT), str(index), port, *flags, "--out", str(out)],
-            env=environment,
-            stdout=out.with_suffix(f".{index}.log").open("wb"),
-            stderr=subprocess.STDOUT,
-        )
-        for index in range(2)
-    ]
+    flags_of_xla = "--xla_force_host_platform_device_count=4 --xla_allow_excess_precision=false"  # see conftest.py
+    environment = {**os.environ, "XLA_FLAGS": flags_of_xla, "JAX_PLATFORMS": "cpu"}
+    processes = []
+    for index in range(2):
+        command = [sys.executable, str(SCRIPT), str(index), port, *flags, "--out", str(out)]
+        with out.with_suffix(f".{index}.log").open("wb") as log:
+            processes.append(subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT))
+    return processes
 
 
 def output(out: Path, index: int) -> str:
