@@ -97,8 +97,10 @@ def dot_general(
         check_name(backend)
         if prepared:
             raise ValueError(f"{next(iter(prepared))} was prepared, but recipe {recipe.name!r} quantizes nothing")
+        # A wider result is that of the sum, not of its rounding.
+        preferred = preferred_element_type or (recipe.output_dtype and out_dtype)
         out = lax.dot_general(
-            lhs, rhs.astype(lhs.dtype), dimension_numbers, precision, preferred_element_type, out_sharding=out_sharding
+            lhs, rhs.astype(lhs.dtype), dimension_numbers, precision, preferred, out_sharding=out_sharding
         )
         return out.astype(out_dtype)
     _need_key(recipe, key)

@@ -94,6 +94,11 @@ def save_hf(
         MissingPackageError: the package `safetensors` is not installed.
     """
     leaves = layout.flat(params, config)
+    dtypes = {np.dtype(leaf.dtype).name for leaf in leaves.values()}
+    if dtype is None and len(dtypes) > 1:
+        raise InteropError(
+            f"the parameters have dtypes {', '.join(sorted(dtypes))}: say in which to write them, dtype="
+        )
     stored = np.dtype(leaves["embed", "embedding"].dtype if dtype is None else dtype)
     if stored not in _WRITES:
         raise InteropError(f"dtype={stored.name} is not one of {', '.join(each.name for each in _WRITES)}")

@@ -33,7 +33,7 @@ from fp4jax.interop.layout import Params
 from fp4jax.interop.tensor_files import SHARD_BYTES, TensorFiles, new_folder, read_json, write_tensors
 from fp4jax.models import LlamaConfig
 from fp4jax.models.llama import LINEAR_PATHS
-from fp4jax.nn import Rules, resolve_rules
+from fp4jax.nn import Rules, resolve_blocks
 from fp4jax.quantize import QTensor, QuantSpec, quantize
 from fp4jax.recipe import Recipe
 
@@ -68,8 +68,12 @@ def quantize_params(config: LlamaConfig, params: Any, rules: Rules) -> Params:
         TypeError, ValueError: rules that `fp4jax.nn.resolve_rules` refuses.
     """
     leaves = dict(layout.flat(params, config))
-    for path, recipe in resolve_rules(rules, LINEAR_PATHS).items():
-        if (spec := _weight_spec(path, recipe)) is None:
+    blocks = {path: config.num_layers if path.startswith("layers.") else None for path in LINEAR_PATHS}
+    for path, recipes in resolve_blocks(rules, blocks, stacks=("layers",)).items():
+        specs = {_weight_spec(path, recipe) for recipe in recipes}
+        if len(specs) > 1:
+            raise InteropError(f"rules quantize the blocks of {path!r} differently, and packed weights have one format")
+        if (spec := specs.pop()) is None:
             continue
         leaf = (*path.split("."), "kernel")
         if leaf not in leaves:
@@ -141,7 +145,11 @@ def save_packed(
     def tensors():
         for name, entry in layout.entries(config).items():
             if not isinstance(leaves[entry.path], QTensor):
-                yield name, layout.to_tensor(entry, leaves, dtype)
+                with np.errstate(over="ignore"):
+                    tensor = layout.to_tensor(entry, leaves, dtype)
+                if tensor.dtype == np.float16 and np.isinf(tensor).any() and np.isfinite(entry.ours(leaves)).all():
+                    raise InteropError(f"{name} holds values beyond float16's 65504: give dtype=bfloat16 or float32")
+                yield name, tensor
                 continue
             q = leaves[entry.path]
             q = q if entry.layer is None else jax.tree.map(lambda leaf, layer=entry.layer: leaf[layer], q)

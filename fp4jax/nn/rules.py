@@ -202,6 +202,15 @@ def _matcher(index: int, rule: Rule, names: Sequence[str]) -> re.Pattern[str]:
         raise ValueError(
             f"rules[{index}]: {pattern!r} names block {outside[0]}, but {pattern.name!r} has {count}, 0 to {count - 1}"
         )
+    lists: dict[str, int] = {}
+    for name in names:
+        for m in re.finditer(rf"{prefix}(\d+)(?=\.|$)", name):
+            lists[name[: m.start(1)]] = max(lists.get(name[: m.start(1)], 0), 1 + int(m[1]))
+    if any(i < 0 for i in pattern.indices) and len(set(lists.values())) > 1:
+        raise ValueError(
+            f"rules[{index}]: {pattern!r} counts from the end of lists of different lengths "
+            f"({', '.join(f'{head[:-1]}: {n}' for head, n in lists.items())}); write a rule for each, by its whole path"
+        )
     if len({i % count for i in pattern.indices}) < len(set(pattern.indices)):
         raise ValueError(f"rules[{index}]: {pattern!r} names a block twice, since {pattern.name!r} has only {count}")
     which = "|".join(str(i % count) for i in pattern.indices)

@@ -17,7 +17,7 @@ from fp4jax.train.errors import ConfigError
 from fp4jax.train.gradient import across_data
 from fp4jax.train.naming import parse_recipe
 from fp4jax.train.optimizer import make_optimizer, make_schedule
-from fp4jax.train.placement import Placement, SingleDevice
+from fp4jax.train.placement import OnMesh, Placement, SingleDevice
 from fp4jax.train.step import Architecture, Metrics, TrainState, make_init, make_train_step, make_validation_step
 
 DETERMINISTIC = {"xla_allow_excess_precision": False, "xla_gpu_deterministic_ops": True}
@@ -104,6 +104,8 @@ class Arm:
         self.plan = plan = settings.plan
         self.placement = placement or SingleDevice()
         self.model = settings.model.build(text.vocab_size, plan.seq_len)
+        if isinstance(self.placement, OnMesh) and self.model.num_kv_heads % (t := self.placement.mesh.shape["tensor"]):
+            raise ConfigError(f"mesh axis tensor={t} must divide num_kv_heads={self.model.num_kv_heads}")
         reduction = settings.optimizer.reduction
         self.architecture = architecture = _architecture(self.model, self.recipe, settings)
         if reduction != "float32":

@@ -39,12 +39,18 @@ def start(options: DistributedOptions) -> None:
             coordinator_address=options.coordinator,
             num_processes=options.num_processes,
             process_id=options.process_id,
+            # A coordinator is not to be found inside of, say, a SLURM job, which would also hand out one device each.
+            cluster_detection_method=None if options.coordinator is None else "deactivate",
             initialization_timeout=START_SECONDS,
         )
     except (ValueError, RuntimeError) as error:
         # What JAX raises for a missing launcher, a taken port and a peer that does not come.
         how = "--coordinator host:port --num-processes N --process-id I say it where no launcher does"
         raise ConfigError(f"the processes of the run did not find each other: {_line(error)} ({how})") from error
+
+
+class AgreedError(ConfigError):
+    """A ConfigError that every process of the run raises, and knows that the others do."""
 
 
 class Watch:
@@ -115,7 +121,7 @@ def on_main(make: Callable[[], str]) -> str:
     """What `make()` returns on process 0, on all of them; a ConfigError that it raises there, they all raise.
 
     Raises:
-        ConfigError: as `make`.
+        AgreedError: `make` raised a ConfigError.
     """
     if jax.process_count() == 1:
         return make()
@@ -127,7 +133,7 @@ def on_main(make: Callable[[], str]) -> str:
             outcome = "!" + str(error)
     outcome = _broadcast(outcome)
     if outcome.startswith("!"):
-        raise ConfigError(outcome[1:])
+        raise AgreedError(outcome[1:])
     return outcome[1:]
 
 

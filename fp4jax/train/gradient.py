@@ -99,7 +99,8 @@ def across_data(recipe: Recipe) -> Recipe:
     """The recipe for use inside `shard_map` over "data": scales and quantiles are those of all devices' rows.
 
     Raises:
-        ConfigError: the recipe shares an outer scale over a tensor (`TwoLevel`), which no axis can be named for.
+        ConfigError: the recipe shares an outer scale over a tensor (`TwoLevel`), which no axis can be named for, or has
+            blocks along the rows, which a device would cut at other places.
     """
 
     def spec(operand: Any, product: str, side: str) -> Any:
@@ -112,6 +113,8 @@ def across_data(recipe: Recipe) -> Recipe:
             axes = () if (product, side) in (("fprop", "rhs"), ("dgrad", "rhs")) else DATA
         elif isinstance(operand.granularity, PerVector) and product == "wgrad":
             axes = DATA  # its vectors run along the rows
+        elif product == "wgrad":
+            raise ConfigError(f"recipe {recipe.name!r} has blocks along the rows, which need --reduction float32")
         else:
             return operand
         return dataclasses.replace(operand, granularity=dataclasses.replace(operand.granularity, axis_name=axes))

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import json
 from pathlib import Path
 
 import jax
@@ -10,7 +11,7 @@ from rich.console import Console
 from fp4jax.train import distributed
 from fp4jax.train.arm import Arm, Text
 from fp4jax.train.checkpoint import Checkpointer, CheckpointError
-from fp4jax.train.config import CheckpointOptions, Plan, TrainConfig, to_json
+from fp4jax.train.config import CheckpointOptions, DistributedOptions, Plan, TrainConfig, to_json
 from fp4jax.train.display import Display, number
 from fp4jax.train.errors import ConfigError
 from fp4jax.train.loop import Interrupted, Result, Saving, StopSignal, train_arm
@@ -60,7 +61,7 @@ def train(config: TrainConfig, console: Console) -> tuple[Path, Result]:
         if jax.process_count() == 1:
             return _train(config, placement, console)
         try:
-            with distributed.Watch(orderly=(ConfigError, Interrupted)):
+            with distributed.Watch(orderly=(distributed.AgreedError, Interrupted)):
                 return _train(config, placement, console if distributed.is_main() else Console(quiet=True))
         except (jax.errors.JaxRuntimeError, CheckpointError) as error:
             # Whatever an orderly end waits for will not come.
@@ -73,15 +74,20 @@ def train(config: TrainConfig, console: Console) -> tuple[Path, Result]:
 def _train(config: TrainConfig, placement: Placement, console: Console) -> tuple[Path, Result]:
     """See `train`. Every process runs it; process 0 alone writes, and what it prints is seen."""
     plan, options = config.plan, config.checkpoint
-    if options.resume_step is not None and config.out and not (config.out / CHECKPOINTS).is_dir():
-        raise ConfigError(f"resume_step={options.resume_step}: there is no checkpoint in {config.out / CHECKPOINTS}")
     text = Text.load(config.data)
     arm = Arm(config, config.recipe, (config.seed,), text, placement)
 
     def folder_of_run() -> str:
+        if options.resume_step is not None and config.out and not (config.out / CHECKPOINTS).is_dir():
+            where = config.out / CHECKPOINTS
+            raise ConfigError(f"resume_step={options.resume_step}: there is no checkpoint in {where}")
         return str(open_run(config, "train", out=config.out, fingerprint=text.fingerprint, resume=options.resume))
 
     folder = Path(distributed.on_main(folder_of_run))
+    settings = to_json(dataclasses.replace(config, devices=DistributedOptions(), out=None))
+    mine = json.dumps([settings, text.fingerprint])
+    if distributed.on_main(lambda: mine) != mine:
+        raise ConfigError(f"process {jax.process_index()} has other settings, or another text, than process 0")
     console.print(describe(arm, folder), highlight=False, soft_wrap=True)
     with Checkpointer(folder / CHECKPOINTS, keep=options.keep) as checkpointer:
         state, start = _first_state(arm, checkpointer, options, console)
@@ -145,7 +151,7 @@ def _first_state(
     try:
         state, _ = checkpointer.restore(arm.abstract_state, start)
     except FileNotFoundError as error:
-        raise ConfigError(f"resume_step={start}: {error}") from error
+        raise distributed.AgreedError(f"resume_step={start}: {error}") from error
     console.print(f"resumed after step {start}", highlight=False)
     return state, start
 

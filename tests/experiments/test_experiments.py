@@ -4,7 +4,7 @@ import dataclasses
 import re
 
 import pytest
-from small import small
+from small_experiment import small
 
 from experiments.__main__ import pieces_of
 from experiments.catalog import EXPERIMENTS

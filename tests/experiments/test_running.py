@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import pytest
 from rich.console import Console
-from small import small
+from small_experiment import small
 
 from experiments import probes, report, running, store
 from experiments.catalog import EXPERIMENTS

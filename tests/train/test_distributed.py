@@ -81,11 +81,17 @@ def test_two_processes_train_as_one_and_one_goes_on_from_two(tmp_path):
 def test_a_process_that_dies_takes_the_other_with_it(tmp_path):
     text = ["--text", *map(str, write_text(tmp_path))]
     out = tmp_path / "run"
-    processes = start([*SHAPE, *text, "--steps", "100000", "--eval-every", "100000"], out)
+    processes = start([*SHAPE, *text, "--steps", "100000", "--eval-every", "5"], out)
+
+    def training() -> bool:
+        metrics = out / "metrics.jsonl"
+        return metrics.exists() and '"validation"' in metrics.read_text()
+
     try:
         began = time.monotonic()
-        while "step" not in output(out, 0) and time.monotonic() - began < 200:
+        while not training() and time.monotonic() - began < 200:
             time.sleep(0.5)
+        assert training(), output(out, 0)
         processes[1].send_signal(signal.SIGKILL)
         code = processes[0].wait(timeout=distributed.SILENCE_SECONDS + 60)
     finally:

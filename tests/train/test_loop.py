@@ -316,7 +316,7 @@ def test_layers_that_do_not_exist_are_named(paths):
 def test_an_unknown_backend_is_refused(paths):
     config = train_config(paths).resolved()
     config = dataclasses.replace(config, quantization=dataclasses.replace(config.quantization, backend="tpu"))
-    with pytest.raises(ConfigError, match=r"backend='tpu' is unknown; there are 'xla'"):
+    with pytest.raises(ConfigError, match=r"backend='tpu' is unknown; there are 'hopper', 'xla'"):
         Arm(config, "fp4", (0,), Text.load(config.data))
 
 

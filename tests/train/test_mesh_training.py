@@ -73,6 +73,13 @@ def test_a_reduction_changes_gradients_by_its_rounding(settings, text, alone, re
     assert 0 < abs(rows[0, 1] / alone[0][0, 1] - 1) < bound
 
 
+def test_a_reduction_quantizes_to_the_values_of_one_device(settings, text):
+    one, *_ = steps(settings, text, SingleDevice(), "fp4", count=1)
+    many, *_ = steps(with_optimizer(settings, reduction="fp8"), text, OnMesh("data=8"), "fp4", count=1)
+    np.testing.assert_allclose(many[0, 0], one[0, 0], rtol=1e-6)  # thresholds and scales are those of all rows
+    assert 0 < abs(many[0, 1] / one[0, 1] - 1) < 2e-2
+
+
 def test_fp8_gradients_take_a_byte_an_element_on_the_wire(settings, text):
     placement = OnMesh("data=8")
     with placement.active():
@@ -80,7 +87,10 @@ def test_fp8_gradients_take_a_byte_an_element_on_the_wire(settings, text):
         batches = arm.batches(0)
         program = arm.train_step.lower(arm.abstract_state, next(batches)).compile().as_text()
         batches.close()
-    moved = re.findall(r"(\w+)\[([\d,]*)\]\S* (all-to-all|all-gather|all-reduce)\(", program)
+    kinds = "all-to-all|all-gather|all-reduce|reduce-scatter"
+    found = re.findall(rf"= (.*?) ({kinds})(?:-start)?\(", program)
+    moved = [(d, shape, kind) for types, kind in found for d, shape in re.findall(r"(\w+)\[([\d,]*)\]", types)]
+    assert "reduce-scatter" not in {kind for *_, kind in moved}
     size = lambda shape: int(np.prod([int(d) for d in shape.split(",") if d]))
     elements = sum(x.size for x in jax.tree.leaves(arm.abstract_state.params))
     for kind in ("all-to-all", "all-gather"):
@@ -111,6 +121,10 @@ def test_quantiles_and_tensor_scales_are_named_after_the_data_axis():
     nvfp4 = fp4jax.QuantSpec(fp4jax.E2M1, fp4jax.PerBlock(16), fp4jax.TwoLevel())
     with pytest.raises(ConfigError, match="has two-level scales, which need --reduction float32"):
         across_data(fp4jax.Recipe("nv", fp4jax.Gemm(nvfp4, nvfp4)))
+    mxfp4 = fp4jax.QuantSpec(fp4jax.E2M1, fp4jax.PerBlock(32))
+    blocks = fp4jax.Recipe("mx", fp4jax.Gemm(mxfp4, mxfp4), wgrad=fp4jax.Gemm(mxfp4, mxfp4))
+    with pytest.raises(ConfigError, match="has blocks along the rows, which need --reduction float32"):
+        across_data(blocks)
 
 
 @pytest.mark.parametrize(
@@ -153,6 +167,13 @@ def test_an_axis_that_the_mesh_does_not_divide_is_named(settings, text):
     placement = OnMesh("data=4,tensor=2")
     with placement.active(), pytest.raises(ConfigError, match=r"parameter \['layers'\]\['mlp'\]\['down'\]\['kernel'\]"):
         Arm(odd, "bf16", (0,), text, placement)
+
+
+def test_heads_must_be_divided(settings, text):
+    few = dataclasses.replace(settings, model=dataclasses.replace(settings.model, num_heads=4, num_kv_heads=2))
+    placement = OnMesh("data=2,tensor=4")
+    with placement.active(), pytest.raises(ConfigError, match="mesh axis tensor=4 must divide num_kv_heads=2"):
+        Arm(few, "bf16", (0,), text, placement)
 
 
 def test_noise_and_reductions_do_not_go_together(settings, text, monkeypatch):

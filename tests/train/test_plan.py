@@ -73,7 +73,8 @@ def test_gathers_bring_every_parameter_for_both_passes(planned):
     sizes = {"f32": 4, "bf16": 2}
     found = [t for t in report.traffic.transfers if (t.kind, t.axes) == ("all-gather", "fsdp")]
     assert sum(t.bytes / sizes[t.dtype] for t in found) == elements
-    assert 1 <= parameters_gathered(report) <= 2
+    # Codes of query, key, value, gate and up take two bytes a value, the other weights four.
+    assert 0.5 <= parameters_gathered(report) <= 2
 
 
 def test_gradients_are_summed_over_data_and_fsdp_for_every_part(planned):
