@@ -8,6 +8,7 @@ is exact in float32, so every backend agrees bit for bit, and no narrower type s
 import abc
 import dataclasses
 import functools
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -130,6 +131,20 @@ def _copysign(magnitude: Array, sign: Array) -> Array:
     return lax.bitcast_convert_type(keep | (lax.bitcast_convert_type(sign, jnp.int32) & -(2**31)), jnp.float32)
 
 
+def keys_of_examples(axis_size: int, in_batched: Sequence[bool], keys: Key, like: Array) -> tuple[Key, Array]:
+    """Keys and arrays with the mapped axis of a ``vmap`` in front; its index is folded into keys that lack it."""
+    keys_batched, like_batched = in_batched
+    if not keys_batched:
+        index = jnp.arange(axis_size, dtype=jnp.uint32).reshape(-1, *[1] * keys.ndim)
+        fold = jax.random.fold_in
+        for _ in range(keys.ndim + 1):
+            fold = jax.vmap(fold)
+        keys = fold(jnp.broadcast_to(keys, (axis_size, *keys.shape)), jnp.broadcast_to(index, (axis_size, *keys.shape)))
+    if not like_batched:
+        like = jnp.broadcast_to(like, (axis_size, *like.shape))
+    return keys, like
+
+
 @jax.custom_batching.custom_vmap
 def _noise(keys: Key, like: Array) -> Array:
     """Noise for ``like`` [*lead, *rest] from typed keys [*lead]."""
@@ -142,16 +157,7 @@ def _noise(keys: Key, like: Array) -> Array:
 @_noise.def_vmap
 def _noise_vmap(axis_size, in_batched, keys, like):
     # The mapped axis joins the lead, so that a vmap around this one is seen by this rule again.
-    keys_batched, like_batched = in_batched
-    if not keys_batched:
-        index = jnp.arange(axis_size, dtype=jnp.uint32).reshape(-1, *[1] * keys.ndim)
-        fold = jax.random.fold_in
-        for _ in range(keys.ndim + 1):
-            fold = jax.vmap(fold)
-        keys = fold(jnp.broadcast_to(keys, (axis_size, *keys.shape)), jnp.broadcast_to(index, (axis_size, *keys.shape)))
-    if not like_batched:
-        like = jnp.broadcast_to(like, (axis_size, *like.shape))
-    return _noise(keys, like), True
+    return _noise(*keys_of_examples(axis_size, in_batched, keys, like)), True
 
 
 def noise(key: Key, like: Array) -> Array:

@@ -20,6 +20,7 @@ from fp4jax.exact import as_float32, multiply
 from fp4jax.outliers import OCC
 from fp4jax.quantize import QuantSpec, find_scales, grid_values
 from fp4jax.recipe import Recipe
+from fp4jax.rounding import keys_of_examples
 from fp4jax.scaling import PerTensor, PerVector, Scales
 from fp4jax.typing import Array, Key
 
@@ -69,17 +70,7 @@ def _own_keys(keys: Key, like: Array) -> Key:
 
 @_own_keys.def_vmap
 def _own_keys_vmap(axis_size, in_batched, keys, like):
-    # As fp4jax.rounding.noise has it, so that the noise is the same.
-    keys_batched, like_batched = in_batched
-    if not keys_batched:
-        index = jnp.arange(axis_size, dtype=jnp.uint32).reshape(-1, *[1] * keys.ndim)
-        fold = jax.random.fold_in
-        for _ in range(keys.ndim + 1):
-            fold = jax.vmap(fold)
-        keys = fold(jnp.broadcast_to(keys, (axis_size, *keys.shape)), jnp.broadcast_to(index, (axis_size, *keys.shape)))
-    if not like_batched:
-        like = jnp.broadcast_to(like, (axis_size, *like.shape))
-    return _own_keys(keys, like), True
+    return _own_keys(*keys_of_examples(axis_size, in_batched, keys, like)), True
 
 
 def key_of(key: Key | None, spec: QuantSpec, place: int, x: Array) -> Key | None:
