@@ -9,16 +9,12 @@ from typing import Self
 import jax
 import numpy as np
 
-from fp4jax.models import Llama, LlamaConfig, count_parameters
-from fp4jax.recipe import Recipe
+from fp4jax.models import count_parameters
+from fp4jax.train.compose import Parts
 from fp4jax.train.config import DataOptions, Settings
 from fp4jax.train.data import Batches, ByteTokenizer, Split, load, validation_batches
-from fp4jax.train.errors import ConfigError
-from fp4jax.train.gradient import across_data
-from fp4jax.train.naming import parse_recipe
-from fp4jax.train.optimizer import make_optimizer, make_schedule
-from fp4jax.train.placement import OnMesh, Placement, SingleDevice
-from fp4jax.train.step import Architecture, Metrics, TrainState, make_init, make_train_step, make_validation_step
+from fp4jax.train.placement import Placement, SingleDevice
+from fp4jax.train.step import Metrics, TrainState, make_validation_step
 
 DETERMINISTIC = {"xla_allow_excess_precision": False, "xla_gpu_deterministic_ops": True}
 """XLA's flags for `--deterministic`, given to each program as it is compiled, so that the environment plays no part.
@@ -100,31 +96,11 @@ class Arm:
         placement: Placement | None = None,
     ):
         self.label, self.seeds, self.text = recipe, seeds, text
-        self.recipe = parse_recipe(recipe)
         self.plan = plan = settings.plan
         self.placement = placement or SingleDevice()
-        self.model = settings.model.build(text.vocab_size, plan.seq_len)
-        if isinstance(self.placement, OnMesh) and self.model.num_kv_heads % (t := self.placement.mesh.shape["tensor"]):
-            raise ConfigError(f"mesh axis tensor={t} must divide num_kv_heads={self.model.num_kv_heads}")
-        reduction = settings.optimizer.reduction
-        self.architecture = architecture = _architecture(self.model, self.recipe, settings)
-        if reduction != "float32":
-            if self.recipe.needs_key:
-                raise ConfigError(
-                    f"reduction={reduction!r} cannot train {recipe!r}, whose noise would depend on the number of "
-                    "devices: take --reduction float32"
-                )
-            architecture = _architecture(self.model, across_data(self.recipe), settings)
-        optimizer = make_optimizer(settings.optimizer, plan.steps)
-        step = make_train_step(
-            architecture,
-            optimizer,
-            make_schedule(settings.optimizer, plan.steps),
-            accumulate=plan.accumulate,
-            clip_norm=settings.optimizer.clip_norm or None,
-            reduction=reduction,
-        )
-        init = make_init(self.architecture, optimizer, self.placement.parameters)
+        parts = Parts.compose(settings, recipe, text.vocab_size, self.placement)
+        self.recipe, self.model, self.architecture = parts.recipe, parts.model, parts.architecture
+        init, step = parts.init, parts.step
         validate = make_validation_step(self.architecture, len(text.sources))
         if len(seeds) > 1:
             init, step, validate = jax.vmap(init), jax.vmap(step), jax.vmap(validate, in_axes=(0, 0, None))
@@ -208,16 +184,3 @@ class Arm:
         # NumPy's, which every process of a run may pass to a program of them all.
         seeds = np.asarray(self.seeds, np.uint32)
         return seeds if len(self.seeds) > 1 else seeds[0]
-
-
-def _architecture(model: LlamaConfig, recipe: Recipe, settings: Settings) -> Architecture:
-    """The model under the recipe, tried abstractly, so that what does not fit is found before anything is compiled."""
-    options = settings.quantization
-    high = options.high_precision
-    rules = [(high, None), (".*", recipe)] if high else [(".*", recipe)]
-    architecture = Architecture(lambda rngs: Llama(model, rules=rules, backend=options.backend, rngs=rngs))
-    try:
-        _ = architecture.graphdef
-    except ValueError as error:
-        raise ConfigError(" ".join(str(error).split())) from error
-    return architecture

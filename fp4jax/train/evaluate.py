@@ -15,8 +15,8 @@ from rich.table import Table
 
 from fp4jax.models import Llama, LlamaConfig
 from fp4jax.nn import Rules
-from fp4jax.recipe import Recipe
 from fp4jax.recipes import RECIPES
+from fp4jax.train.compose import recipe_rules
 from fp4jax.train.config import to_json
 from fp4jax.train.data import Corpus, DataOptions, DocumentRule, validation_batches
 from fp4jax.train.errors import ConfigError
@@ -152,11 +152,6 @@ def evaluate(config: EvalConfig, console: Console) -> dict[str, Scores]:
         write_json(config.out, to_record(results, config, seq_len))
         console.print(f"written: {config.out}", highlight=False, soft_wrap=True)
     return results
-
-
-def recipe_rules(recipe: Recipe, high_precision: str) -> Rules:
-    """All linear layers follow `recipe` but those whose path matches `high_precision`."""
-    return [(high_precision, None), (".*", recipe)] if high_precision else [(".*", recipe)]
 
 
 def score(

@@ -8,8 +8,8 @@ import tyro
 from rich.console import Console
 
 from fp4jax import interop
+from fp4jax.train.compose import recipe_rules
 from fp4jax.train.errors import ConfigError
-from fp4jax.train.evaluate import recipe_rules
 from fp4jax.train.model_files import open_model, readable_errors
 from fp4jax.train.naming import parse_recipe
 

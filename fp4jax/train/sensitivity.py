@@ -19,10 +19,10 @@ from fp4jax import telemetry
 from fp4jax.models import Llama, LlamaConfig
 from fp4jax.telemetry.heatmap import draw_grids
 from fp4jax.train.arm import Arm, Text
+from fp4jax.train.compose import recipe_rules
 from fp4jax.train.config import LoopOptions, ModelOptions, Settings, to_json
 from fp4jax.train.data import Corpus, DataOptions, validation_batches
 from fp4jax.train.errors import ConfigError
-from fp4jax.train.evaluate import recipe_rules
 from fp4jax.train.model_files import open_model, read_text
 from fp4jax.train.naming import parse_recipe
 from fp4jax.train.plots import require_matplotlib

@@ -8,23 +8,19 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from rich.console import Console
 
-from fp4jax.models import MODELS, Llama, LlamaConfig, count_parameters
+from fp4jax.models import MODELS, LlamaConfig, count_parameters
 from fp4jax.models.llama import LINEAR_PATHS
 from fp4jax.nn import resolve_rules
 from fp4jax.parallel import AXES, batch_sharding
 from fp4jax.recipe import Recipe
+from fp4jax.train.compose import Parts, recipe_rules
 from fp4jax.train.config import TrainConfig
-from fp4jax.train.errors import ConfigError
-from fp4jax.train.evaluate import recipe_rules
-from fp4jax.train.gradient import across_data
 from fp4jax.train.memory import Share, block_activations, head_activations
-from fp4jax.train.naming import parse_recipe
-from fp4jax.train.optimizer import OPTIMIZERS, make_optimizer, make_schedule
+from fp4jax.train.optimizer import OPTIMIZERS, make_optimizer
 from fp4jax.train.placement import OnMesh, Placement, SingleDevice, make_placement
-from fp4jax.train.step import Architecture, TrainState, make_init, make_train_step
+from fp4jax.train.step import TrainState
 from fp4jax.train.traffic import Traffic, compile_partitioned, read_traffic
 
 
@@ -72,32 +68,16 @@ class Step:
         Raises:
             ConfigError: a mesh that the devices do not make, or that does not divide the model.
         """
-        plan, recipe, reduction = config.plan, parse_recipe(config.recipe), config.optimizer.reduction
-        if reduction != "float32" and recipe.needs_key:
-            raise ConfigError(
-                f"reduction={reduction!r} cannot train {config.recipe!r}, whose noise would depend on the number of "
-                "devices: take --reduction float32"
-            )
-        placement = make_placement(config.devices)
-        model = config.model.build(vocab_size or _own_vocabulary(config.model.model), plan.seq_len)
-        optimizer = make_optimizer(config.optimizer, plan.steps)
+        plan, placement = config.plan, make_placement(config.devices)
+        vocab_size = vocab_size or _own_vocabulary(config.model.model)
         with placement.active():
-            architecture = _architecture(model, recipe, config)
-            init = make_init(architecture, optimizer, placement.parameters)
-            state = placement.state(jax.eval_shape(init, np.uint32(0)))
-            step = make_train_step(
-                architecture if reduction == "float32" else _architecture(model, across_data(recipe), config),
-                optimizer,
-                make_schedule(config.optimizer, plan.steps),
-                accumulate=plan.accumulate,
-                clip_norm=config.optimizer.clip_norm or None,
-                reduction=reduction,
-            )
+            parts = Parts.compose(config, config.recipe, vocab_size, placement)
+            state = placement.state(jax.eval_shape(parts.init, np.uint32(0)))
             shape, sharding = (plan.batch_size, plan.seq_len + 1), _batch_sharding(placement)
             tokens = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding)
-            lowered = jax.jit(step, donate_argnums=0).lower(state, tokens)
-        recipes = resolve_rules(recipe_rules(recipe, config.quantization.high_precision), LINEAR_PATHS)
-        return cls(model, dict(recipes), placement, state, tokens, lowered)
+            lowered = jax.jit(parts.step, donate_argnums=0).lower(state, tokens)
+        recipes = resolve_rules(recipe_rules(parts.recipe, config.quantization.high_precision), LINEAR_PATHS)
+        return cls(parts.model, dict(recipes), placement, state, tokens, lowered)
 
     @property
     def mesh(self) -> dict[str, int]:
@@ -210,21 +190,6 @@ def optimizer_parts(config: TrainConfig, step: Step, name: str) -> tuple[StatePa
     with step.placement.active():
         state = step.placement.state(jax.eval_shape(make_optimizer(options, config.plan.steps).init, step.state.params))
     return _parts(state, count_parameters(step.model))
-
-
-def _architecture(model: LlamaConfig, recipe: Recipe, config: TrainConfig) -> Architecture:
-    options = config.quantization
-    rules = recipe_rules(recipe, options.high_precision)
-
-    def create(rngs: nnx.Rngs) -> Llama:
-        return Llama(model, rules=rules, backend=options.backend, rngs=rngs)
-
-    architecture = Architecture(create)
-    try:
-        _ = architecture.graphdef
-    except ValueError as error:
-        raise ConfigError(" ".join(str(error).split())) from error
-    return architecture
 
 
 def _batch_sharding(placement: Placement) -> jax.sharding.Sharding:

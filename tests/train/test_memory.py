@@ -13,8 +13,8 @@ from fp4jax.models.llama import LINEAR_PATHS
 from fp4jax.models.remat import REMAT_POLICIES
 from fp4jax.nn import resolve_rules
 from fp4jax.parallel import batch_sharding, parse_mesh
+from fp4jax.train.compose import recipe_rules
 from fp4jax.train.config import DistributedOptions
-from fp4jax.train.evaluate import recipe_rules
 from fp4jax.train.memory import Share, block_activations, head_activations
 from fp4jax.train.naming import parse_recipe
 from fp4jax.train.placement import OnMesh, Placement, make_placement

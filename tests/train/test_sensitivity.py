@@ -11,8 +11,9 @@ from rich.console import Console
 
 from fp4jax.cli import main
 from fp4jax.train import sensitivity as module
+from fp4jax.train.compose import recipe_rules
 from fp4jax.train.errors import ConfigError
-from fp4jax.train.evaluate import recipe_rules, score
+from fp4jax.train.evaluate import score
 from fp4jax.train.job import train
 from fp4jax.train.model_files import open_model, read_text
 from fp4jax.train.naming import parse_recipe

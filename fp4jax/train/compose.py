@@ -1,0 +1,80 @@
+"""From settings to the functions of a run, before any is compiled: what `fp4jax train` runs and `plan` counts."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Self
+
+from fp4jax.models import Llama, LlamaConfig
+from fp4jax.nn import Rules
+from fp4jax.recipe import Recipe
+from fp4jax.train.config import Settings
+from fp4jax.train.errors import ConfigError
+from fp4jax.train.gradient import across_data
+from fp4jax.train.naming import parse_recipe
+from fp4jax.train.optimizer import make_optimizer, make_schedule
+from fp4jax.train.placement import OnMesh, Placement
+from fp4jax.train.step import Architecture, TrainState, make_init, make_train_step
+
+
+@dataclasses.dataclass(frozen=True)
+class Parts:
+    """What a run of one recipe consists of.
+
+    Args:
+        recipe: parsed.
+        model: its configuration.
+        architecture: the model under the recipe.
+        init: seed -> state.
+        step: (state, tokens) -> (state, metrics).
+    """
+
+    recipe: Recipe
+    model: LlamaConfig
+    architecture: Architecture
+    init: Callable[..., TrainState]
+    step: Callable[..., tuple[TrainState, dict]]
+
+    @classmethod
+    def compose(cls, settings: Settings, recipe_text: str, vocab_size: int, placement: Placement) -> Self:
+        """Put them together; inside `placement.active()`.
+
+        Raises:
+            ConfigError: settings that do not fit together, or a mesh that does not divide the model.
+        """
+        recipe, plan, reduction = parse_recipe(recipe_text), settings.plan, settings.optimizer.reduction
+        model = settings.model.build(vocab_size, plan.seq_len)
+        if isinstance(placement, OnMesh) and model.num_kv_heads % (tensor := placement.mesh.shape["tensor"]):
+            raise ConfigError(f"mesh axis tensor={tensor} must divide num_kv_heads={model.num_kv_heads}")
+        if reduction != "float32" and recipe.needs_key:
+            raise ConfigError(
+                f"reduction={reduction!r} cannot train {recipe_text!r}, whose noise would depend on the number of "
+                "devices: take --reduction float32"
+            )
+        architecture = _architecture(model, recipe, settings)
+        optimizer = make_optimizer(settings.optimizer, plan.steps)
+        step = make_train_step(
+            architecture if reduction == "float32" else _architecture(model, across_data(recipe), settings),
+            optimizer,
+            make_schedule(settings.optimizer, plan.steps),
+            accumulate=plan.accumulate,
+            clip_norm=settings.optimizer.clip_norm or None,
+            reduction=reduction,
+        )
+        return cls(recipe, model, architecture, make_init(architecture, optimizer, placement.parameters), step)
+
+
+def recipe_rules(recipe: Recipe, high_precision: str) -> Rules:
+    """All linear layers follow `recipe` but those whose path matches `high_precision`."""
+    return [(high_precision, None), (".*", recipe)] if high_precision else [(".*", recipe)]
+
+
+def _architecture(model: LlamaConfig, recipe: Recipe, settings: Settings) -> Architecture:
+    """The model under the recipe, tried abstractly, so that what does not fit is found before anything is compiled."""
+    options = settings.quantization
+    rules = recipe_rules(recipe, options.high_precision)
+    architecture = Architecture(lambda rngs: Llama(model, rules=rules, backend=options.backend, rngs=rngs))
+    try:
+        _ = architecture.graphdef
+    except ValueError as error:
+        raise ConfigError(" ".join(str(error).split())) from error
+    return architecture
