@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from fp4jax.telemetry.log import require
+from fp4jax.packages import require
 from fp4jax.telemetry.operands import STATISTICS
 from fp4jax.telemetry.snapshot import Record, Snapshot
 

@@ -8,33 +8,18 @@ so that `pandas.read_json(path, lines=True)` is a table to pivot. JSON has no in
 where nothing was lost, and a number that means nothing is null.
 """
 
-import importlib
 import json
 import math
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import ModuleType, TracebackType
+from types import TracebackType
 from typing import Any, Self
 
+from fp4jax.packages import require
 from fp4jax.telemetry.snapshot import Snapshot
 
 FILE = "telemetry.jsonl"
-
-
-def require(module: str, purpose: str) -> ModuleType:
-    """Import a module that draws or logs.
-
-    Raises:
-        ModuleNotFoundError: it is not installed; the message names the extra that brings it.
-    """
-    try:
-        return importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        package = module.partition(".")[0]
-        if error.name is None or error.name.partition(".")[0] != package:
-            raise
-        raise ModuleNotFoundError(f"{purpose} needs {package!r}: pip install 'fp4jax[train]'", name=module) from None
 
 
 class Log:

@@ -17,7 +17,7 @@ from fp4jax.train.checkpoint import Checkpointer
 from fp4jax.train.config import TrainConfig
 from fp4jax.train.data import ByteTokenizer, Corpus, DataOptions, Split, embedded, load
 from fp4jax.train.data.manifest import TOKENIZER
-from fp4jax.train.errors import ConfigError, MissingPackageError
+from fp4jax.train.errors import ConfigError
 from fp4jax.train.job import CHECKPOINTS
 from fp4jax.train.rundir import CONFIG
 from fp4jax.train.step import Params
@@ -49,8 +49,6 @@ def readable_errors() -> Iterator[None]:
     """What goes wrong with a model's files, as the errors that the command line prints in one line."""
     try:
         yield
-    except interop.MissingPackageError as error:
-        raise MissingPackageError(str(error), name=error.name) from error
     except interop.InteropError as error:
         raise ConfigError(str(error)) from error
 
