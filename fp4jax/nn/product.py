@@ -86,6 +86,15 @@ class KeyedDotGeneral(nnx.Module):
         self.stream = key if isinstance(key, NoiseStream) else NoiseStream(key)
         self.deterministic = False  # `module.eval()` sets it: evaluation reads the stream and does not advance it
 
+    def set_view(self, deterministic: bool | None = None) -> None:
+        """Used by `nnx.view`.
+
+        Args:
+            deterministic: read the stream and do not advance it, as after `module.eval()`.
+        """
+        if deterministic is not None:
+            self.deterministic = deterministic
+
     def __call__(
         self,
         lhs: jax.Array,

@@ -184,7 +184,9 @@ def _checked(rules: Rules) -> Rules:
             case (str() | Blocks(), None | Recipe()):
                 pass
             case _:
-                raise TypeError(f"rules[{index}] must be a pair (pattern, Recipe or None), got {rule!r}")
+                raise TypeError(
+                    f"rules[{index}] must be a pair (pattern, Recipe or None), got {rule!r}; a recipe is, say, fp4jax.recipes.fp4()"
+                )
     return rules
 
 

@@ -29,6 +29,15 @@ class BlockwiseDotGeneral(nnx.Module):
         self.stream = nnx.data(stream)
         self.deterministic = False
 
+    def set_view(self, deterministic: bool | None = None) -> None:
+        """Used by `nnx.view`.
+
+        Args:
+            deterministic: read the stream and do not advance it, as after `module.eval()`.
+        """
+        if deterministic is not None:
+            self.deterministic = deterministic
+
     def __call__(self, *args: Any, **options: Any) -> jax.Array:
         """Raises ValueError: which recipe it should follow is not known."""
         names = ", ".join("None" if recipe is None else recipe.name for recipe in self.recipes)

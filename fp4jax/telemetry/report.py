@@ -63,15 +63,19 @@ def report(snapshot: Snapshot, *, top: int = 5) -> Report:
 
 
 def decibels(values: Sequence[float] | np.ndarray) -> str:
-    """Mean of SNRs in dB and, of several, the lowest in brackets; "exact" where nothing was lost."""
+    """Mean of SNRs in dB and, of several, the lowest in brackets; "exact" where nothing was lost.
+
+    One that lost nothing, and so is infinite, stays out of the mean of the others.
+    """
     array = np.asarray(values, np.float64)
     if not array.size:
         return ""
     if np.isnan(array).any():
         return "NaN"
-    mean, low = array.mean(), array.min()
-    text = "exact" if math.isinf(mean) else f"{mean:.1f}"
-    return text if array.size == 1 or math.isinf(low) else f"{text} ({low:.1f})"
+    lossy = array[np.isfinite(array)]
+    if not lossy.size:
+        return "exact"
+    return f"{lossy.mean():.1f}" if array.size == 1 else f"{lossy.mean():.1f} ({lossy.min():.1f})"
 
 
 def _layers_table(snapshot: Snapshot) -> Table:

@@ -273,3 +273,13 @@ def test_an_abstract_model_can_be_quantized():
     model = nnx.eval_shape(lambda: noisy(scanned()))
     assert describe_model(model).share > 0.9
     assert streams(model)["layers"]["out"]["dot_general"]["stream"]["key"].shape == (3,)
+
+
+def test_a_view_for_evaluation_does_not_advance_the_noise():
+    model = fp4jax.nn.quantize_model(
+        nnx.Sequential(nnx.Linear(8, 8, rngs=nnx.Rngs(0))), [(".*", NOISY)], rngs=nnx.Rngs(noise=1)
+    )
+    x = jnp.linspace(-1.0, 1.0, 8)[None]
+    fixed = nnx.view(model, deterministic=True)
+    np.testing.assert_array_equal(fixed(x), fixed(x))
+    assert (model(x) != model(x)).any()

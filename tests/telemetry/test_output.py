@@ -168,3 +168,11 @@ def test_a_missing_package_is_named_with_the_extra_that_brings_it(monkeypatch, t
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(ModuleNotFoundError, match=rf"needs '{module}': pip install 'fp4jax\[train\]'"):
         use(tmp_path)
+
+
+def test_one_block_without_loss_does_not_hide_the_others():
+    from fp4jax.telemetry.report import decibels
+
+    assert decibels([math.inf, 3.1]) == "3.1 (3.1)"
+    assert decibels([math.inf, math.inf]) == "exact"
+    assert decibels([2.0, 4.0]) == "3.0 (2.0)"
