@@ -17,6 +17,7 @@ from fp4jax.scaling import manual_axes, normalize_axis
 from fp4jax.typing import Array, Axis, AxisName
 
 SAMPLES = 16384  # what quantile="sampled" looks at
+MAX_COUNT = 2**31  # values that an exact quantile counts, in int32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,7 +177,7 @@ def order_statistics(
         ValueError: for 2³¹ values or more.
     """
     n = math.prod(x.shape[a] for a in axes) * _axis_size(names)
-    if n >= 2**31:
+    if n >= MAX_COUNT:
         raise ValueError(f"an exact quantile of {n} values overflows its int32 counts; use OCC(quantile='sampled')")
     # Scatter counts quickly on CPU (2M values: 1 ms, bisection 9) and slowly on GPU, where equal keys collide.
     whole = len(axes) == x.ndim and not names and explicit_sharding(x) is None

@@ -185,7 +185,8 @@ def _checked(rules: Rules) -> Rules:
                 pass
             case _:
                 raise TypeError(
-                    f"rules[{index}] must be a pair (pattern, Recipe or None), got {rule!r}; a recipe is, say, fp4jax.recipes.fp4()"
+                    f"rules[{index}] must be a pair (pattern, Recipe or None), got {rule!r}; "
+                    "a recipe is, say, fp4jax.recipes.fp4()"
                 )
     return rules
 

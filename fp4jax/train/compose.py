@@ -6,8 +6,9 @@ from typing import Self
 
 from fp4jax.models import Llama, LlamaConfig
 from fp4jax.nn import Rules
+from fp4jax.outliers import MAX_COUNT
 from fp4jax.recipe import Recipe
-from fp4jax.train.config import Settings
+from fp4jax.train.config import Plan, Settings
 from fp4jax.train.errors import ConfigError
 from fp4jax.train.gradient import across_data
 from fp4jax.train.naming import parse_recipe
@@ -50,6 +51,7 @@ class Parts:
                 f"reduction={reduction!r} cannot train {recipe_text!r}, whose noise would depend on the number of "
                 "devices: take --reduction float32"
             )
+        _check_counts(recipe, recipe_text, model, plan)
         architecture = _architecture(model, recipe, settings)
         optimizer = make_optimizer(settings.optimizer, plan.steps)
         step = make_train_step(
@@ -66,6 +68,22 @@ class Parts:
 def recipe_rules(recipe: Recipe, high_precision: str) -> Rules:
     """All linear layers follow `recipe` but those whose path matches `high_precision`."""
     return [(high_precision, None), (".*", recipe)] if high_precision else [(".*", recipe)]
+
+
+def _check_counts(recipe: Recipe, recipe_text: str, model: LlamaConfig, plan: Plan) -> None:
+    """Refuse a microbatch whose widest activation has more values than an exact quantile can count."""
+    occ = recipe.outliers
+    if occ is None or occ.quantile != "exact" or occ.scope != "tensor":
+        return
+    width = max(model.embed_dim, model.num_heads * model.head_dim, model.mlp_dim)
+    values = plan.batch_size // plan.accumulate * plan.seq_len * width
+    if values >= MAX_COUNT:
+        parts = (a for a in range(1, plan.batch_size) if plan.batch_size % a == 0)
+        least = next((a for a in parts if values * plan.accumulate // a < MAX_COUNT), plan.batch_size)
+        raise ConfigError(
+            f"accumulate={plan.accumulate}: recipe {recipe_text!r} finds exact quantiles of fewer than {MAX_COUNT} values, "
+            f"and an activation of a microbatch has {values}: give --accumulate {least}, or the knob quantile=sampled"
+        )
 
 
 def _architecture(model: LlamaConfig, recipe: Recipe, settings: Settings) -> Architecture:

@@ -11,6 +11,7 @@ from micro import train_config, write_text
 
 import fp4jax
 from fp4jax.train.arm import Arm, Text
+from fp4jax.train.compose import Parts
 from fp4jax.train.config import DistributedOptions, OptimizerOptions
 from fp4jax.train.errors import ConfigError
 from fp4jax.train.gradient import across_data
@@ -167,6 +168,18 @@ def test_an_axis_that_the_mesh_does_not_divide_is_named(settings, text):
     placement = OnMesh("data=4,tensor=2")
     with placement.active(), pytest.raises(ConfigError, match=r"parameter \['layers'\]\['mlp'\]\['down'\]\['kernel'\]"):
         Arm(odd, "bf16", (0,), text, placement)
+
+
+def test_a_microbatch_that_is_too_large_to_count_is_refused(settings, text):
+    loop = dataclasses.replace(settings.loop, batch_size=2**20, seq_len=64)
+    large = dataclasses.replace(settings, loop=loop)
+    with pytest.raises(
+        ConfigError, match=r"accumulate=1: recipe 'fp4' finds .* has 2147483648: give --accumulate 2, or"
+    ):
+        Parts.compose(large, "fp4", 256, SingleDevice())
+    with pytest.raises(ConfigError, match="give --accumulate 2"):
+        Parts.compose(large, "w8a4", 256, SingleDevice())
+    assert Parts.compose(large, "fp4:quantile=sampled", 256, SingleDevice()).model.embed_dim == 32
 
 
 def test_heads_must_be_divided(settings, text):
