@@ -81,8 +81,8 @@ def _check_counts(recipe: Recipe, recipe_text: str, model: LlamaConfig, plan: Pl
         parts = (a for a in range(1, plan.batch_size) if plan.batch_size % a == 0)
         least = next((a for a in parts if values * plan.accumulate // a < MAX_COUNT), plan.batch_size)
         raise ConfigError(
-            f"accumulate={plan.accumulate}: recipe {recipe_text!r} finds exact quantiles of fewer than {MAX_COUNT} values, "
-            f"and an activation of a microbatch has {values}: give --accumulate {least}, or the knob quantile=sampled"
+            f"accumulate={plan.accumulate}: recipe {recipe_text!r} finds exact quantiles of fewer than {MAX_COUNT} "
+            f"values, and an activation of a microbatch has {values}: give --accumulate {least}, or the knob quantile=sampled"
         )
 
 
