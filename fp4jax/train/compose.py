@@ -82,7 +82,8 @@ def _check_counts(recipe: Recipe, recipe_text: str, model: LlamaConfig, plan: Pl
         least = next((a for a in parts if values * plan.accumulate // a < MAX_COUNT), plan.batch_size)
         raise ConfigError(
             f"accumulate={plan.accumulate}: recipe {recipe_text!r} finds exact quantiles of fewer than {MAX_COUNT} "
-            f"values, and an activation of a microbatch has {values}: give --accumulate {least}, or the knob quantile=sampled"
+            f"values, and an activation of a microbatch has {values}: give --accumulate {least}, or the knob "
+            "quantile=sampled"
         )
 
 
