@@ -55,13 +55,16 @@ def noise_of(key0, key1, index):
     return ((a ^ b) >> (32 - NOISE_BITS)).astype(jnp.int32).astype(jnp.float32)
 
 
-def noise_tile(key_ref, row, col, shape, width: int):
-    """A function that draws for the tile at ``row``, ``col`` of a matrix of ``width`` columns; None without a key."""
+def noise_tile(key_ref, row, col, shape, width: int, stride: int = 1):
+    """A function that draws for the tile at ``row``, ``col`` of a matrix of ``width`` columns; None without a key.
+
+    The tile holds every ``stride``-th row.
+    """
     if key_ref is None:
         return None
 
     def draw():
-        rows = lax.broadcasted_iota(jnp.int32, shape, 0) + row
+        rows = lax.broadcasted_iota(jnp.int32, shape, 0) * stride + row
         index = rows * width + (lax.broadcasted_iota(jnp.int32, shape, 1) + col)
         return noise_of(key_ref[0], key_ref[1], index.astype(jnp.uint32))
 

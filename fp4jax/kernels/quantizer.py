@@ -60,16 +60,20 @@ class QuantizerConfig:
     Args:
         rows, cols: of a tile.
         warps: of 32 threads, for each program.
+        packed: values that are transposed as one word, 1 or 4; 1 where a tile has no four rows.
 
     Raises:
-        ValueError: if one is no power of two.
+        ValueError: if one is no power of two, or ``packed`` another number.
     """
 
     rows: int
     cols: int
     warps: int = 4
+    packed: int = 1
 
     def __post_init__(self):
+        if self.packed not in (1, 4):
+            raise ValueError(f"packed={self.packed} must be 1 or 4")
         for name in ("rows", "cols", "warps"):
             size = getattr(self, name)
             if size < 1 or size & (size - 1):
@@ -223,7 +227,7 @@ def quantize_rows(
             name="fp4jax_quantize_rows", grid=(height // rows,), warps=config.warps,
         )  # fmt: skip
         return Quantized(_cut(values, m, n), None, _cut(scale, m))
-    problem = _strips(height, width, rows, cols, n, rule, fold is not None, x.dtype.itemsize)
+    problem = _strips(height, width, rows, cols, n, rule, fold is not None, _packed(config, rows), x.dtype.itemsize)
     counters = jnp.zeros(1 + problem.strips, jnp.int32)
     transposed = jax.ShapeDtypeStruct((width, height), dtype)
     values, transposed, scale, *_ = triton_call(
@@ -236,12 +240,19 @@ def quantize_rows(
     return Quantized(_cut(values, m, n), _cut(transposed, n, m), _cut(scale, m))
 
 
-def _strips(m: int, n: int, rows: int, cols: int, width: int, rule: Rule, folded: bool, itemsize: int) -> Strips:
+def _packed(config: QuantizerConfig, rows: int) -> int:
+    return config.packed if rows % config.packed == 0 else 1
+
+
+def _strips(
+    m: int, n: int, rows: int, cols: int, width: int, rule: Rule, folded: bool, packed: int, itemsize: int
+) -> Strips:
     """Scaling runs about IN_FLIGHT bytes ahead, and no less than the programs that may run at a time."""
     scale_rows, scale_cols = min(rows, SCALE_ROWS), _fit(n, SCALE_COLS)
     programs = rows // scale_rows + n // cols
     lag = max(IN_FLIGHT // (rows * n * itemsize), -(-8 * core_count() // programs), 1)
-    return Strips(m, n, rows, cols, scale_rows, scale_cols, min(lag, m // rows), width, rule, folded, interpreting())
+    lag = min(lag, m // rows)
+    return Strips(m, n, rows, cols, scale_rows, scale_cols, lag, width, rule, folded, packed, interpreting())
 
 
 # --- scales known beforehand: columns, tensors, and gradients with a scale folded in -----------------------------
@@ -299,7 +310,7 @@ def quantize_tiles(
     height, width = padded.shape
     grid = (height // rows, width // cols)
     streams = tuple(Stream(w.fold_axis, w.axis, w.plain, w.transposed) for w in wanted)
-    problem = Tiles(rows, cols, grid, n, _rule(spec), streams)
+    problem = Tiles(rows, cols, grid, n, _rule(spec), streams, _packed(config, rows))
     sizes = {None: (), 0: (m,), 1: (n,)}
     if m * n == 0:
         empty = jnp.zeros((m, n), dtype)

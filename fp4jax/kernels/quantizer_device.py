@@ -266,6 +266,31 @@ def rows_kernel(*refs, problem: Rows):
         lax.fori_loop(0, p.chunks, second, None)
 
 
+def strided_rows(row, first: int, rows: int, stride: int):
+    """Rows ``first``, ``first + stride``, ... of the ``rows`` rows that begin at ``row``."""
+    return pl.ds(row + first, rows // stride, stride=stride)
+
+
+def transposed_of(parts: list):
+    """[cols, rows] of a tile given by its rows i, i + 1, ... modulo the number of ``parts``, which is 1 or 4.
+
+    Four bytes that lie side by side in the transposed tile cross shared memory as one word; by themselves, each would
+    take a store of its own.
+    """
+    if len(parts) == 1:
+        return parts[0].T
+    dtype, word = parts[0].dtype, None
+    for j, part in enumerate(parts):
+        byte = (lax.bitcast_convert_type(part, jnp.int8).astype(jnp.int32) & 255) << (8 * j)
+        word = byte if word is None else word | byte
+    word = word.T
+    first, second, third, fourth = (
+        lax.bitcast_convert_type((word >> (8 * j)).astype(jnp.int8), dtype)[..., None] for j in range(4)
+    )
+    even, odd = (jnp.concatenate(pair, axis=-1)[..., None] for pair in ((first, third), (second, fourth)))
+    return jnp.concatenate([even, odd], axis=-1).reshape(word.shape[0], -1)
+
+
 @dataclasses.dataclass(frozen=True)
 class Stream:
     """One quantization of a tensor whose scales are known: what it is multiplied by first, and what is written.
@@ -286,7 +311,7 @@ class Stream:
 class Tiles:
     """Static side of ``tiles_kernel`` and ``amax_kernel``: ``grid`` tiles of ``rows`` × ``cols``.
 
-    ``width`` counts the columns before padding, by which noise is numbered.
+    ``width`` counts the columns before padding, by which noise is numbered; ``packed`` values are transposed as one.
     """
 
     rows: int
@@ -295,6 +320,7 @@ class Tiles:
     width: int
     rule: Rule
     streams: tuple[Stream, ...]
+    packed: int
 
 
 def _vector(ref, axis, rows, cols):
@@ -313,24 +339,29 @@ def tiles_kernel(*refs, problem: Tiles):
     p, refs = problem, list(refs)
     row = (p.grid[0] - 1 - pl.program_id(0)) * p.rows
     col = (p.grid[1] - 1 - pl.program_id(1)) * p.cols
-    rows, cols = pl.ds(row, p.rows), pl.ds(col, p.cols)
-    x = as_float32(refs.pop(0)[rows, cols])
+    cols, x_ref = pl.ds(col, p.cols), refs.pop(0)
     draws = p.rule.rounding == "stochastic"
     operands = [
         (refs.pop(0) if s.fold is not None else None, refs.pop(0), refs.pop(0) if draws else None) for s in p.streams
     ]
-    for stream, (fold_ref, r_ref, key_ref) in zip(p.streams, operands, strict=True):
-        value = x if fold_ref is None else x * _vector(fold_ref, stream.fold, rows, cols)
-        r = r_ref[0] if stream.scale is None else _vector(r_ref, stream.scale, rows, cols)
-        finite = (bits_of(r) & _MAGNITUDE) < _INFINITY
-        noise = noise_tile(key_ref, row, col, x.shape, p.width)
-        values = p.rule.quantize(value, r, finite, noise=noise)
-        if stream.plain:
-            ref = refs.pop(0)
-            ref[rows, cols] = values.astype(ref.dtype)
-        if stream.transposed:
-            ref = refs.pop(0)
-            ref[cols, rows] = values.astype(ref.dtype).T
+    outputs = [(refs.pop(0) if s.plain else None, refs.pop(0) if s.transposed else None, []) for s in p.streams]
+    for j in range(p.packed):
+        rows = strided_rows(row, j, p.rows, p.packed)
+        x = as_float32(x_ref[rows, cols])
+        for stream, operand, output in zip(p.streams, operands, outputs, strict=True):
+            (fold_ref, r_ref, key_ref), (plain_ref, transposed_ref, parts) = operand, output
+            value = x if fold_ref is None else x * _vector(fold_ref, stream.fold, rows, cols)
+            r = r_ref[0] if stream.scale is None else _vector(r_ref, stream.scale, rows, cols)
+            finite = (bits_of(r) & _MAGNITUDE) < _INFINITY
+            noise = noise_tile(key_ref, row + j, col, x.shape, p.width, p.packed)
+            values = p.rule.quantize(value, r, finite, noise=noise)
+            if plain_ref is not None:
+                plain_ref[rows, cols] = values.astype(plain_ref.dtype)
+            if transposed_ref is not None:
+                parts.append(values.astype(transposed_ref.dtype))
+    for _, transposed_ref, parts in outputs:
+        if transposed_ref is not None:
+            transposed_ref[cols, pl.ds(row, p.rows)] = transposed_of(parts)
 
 
 def amax_kernel(*refs, problem: Tiles):

@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 from fp4jax.kernels.noise_device import noise_tile
-from fp4jax.kernels.quantizer_device import Extremes, Rule, as_float32, bits_of
+from fp4jax.kernels.quantizer_device import Extremes, Rule, as_float32, bits_of, strided_rows, transposed_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,6 +28,7 @@ class Strips:
         scale_rows, scale_cols: what a scaling program reads at a time, of its ``scale_rows`` rows.
         lag: strips between those that are scaled and those that are quantized.
         width: columns before padding, by which noise is numbered.
+        packed: values that are transposed as one, 1 or 4.
         interpreted: programs run one after the other, and wait for nothing.
     """
 
@@ -41,6 +42,7 @@ class Strips:
     width: int
     rule: Rule
     folded: bool
+    packed: int
     interpreted: bool
 
     @property
@@ -138,13 +140,15 @@ def strips_kernel(*refs, problem: Strips):
 
             lax.while_loop(lambda done: done < p.scaling, look, look(None))
         row, col = strip * p.rows, part * p.cols
-        rows, cols = pl.ds(row, p.rows), pl.ds(col, p.cols)
-        reciprocal = reciprocal_ref[rows]
-        finite = (bits_of(reciprocal) & np.int32(0x7FFFFFFF)) < np.int32(0x7F800000)
-        noise = noise_tile(key_ref, row, col, (p.rows, p.cols), p.width)
-        values = p.rule.quantize(load(rows, cols), reciprocal[:, None], finite[:, None], bounds, noise)
-        values = values.astype(values_ref.dtype)
-        values_ref[rows, cols] = values
-        transposed_ref[cols, rows] = values.T
+        cols, parts = pl.ds(col, p.cols), []
+        for j in range(p.packed):
+            rows = strided_rows(row, j, p.rows, p.packed)
+            reciprocal = reciprocal_ref[rows]
+            finite = (bits_of(reciprocal) & np.int32(0x7FFFFFFF)) < np.int32(0x7F800000)
+            noise = noise_tile(key_ref, row + j, col, (p.rows // p.packed, p.cols), p.width, p.packed)
+            values = p.rule.quantize(load(rows, cols), reciprocal[:, None], finite[:, None], bounds, noise)
+            parts.append(values.astype(values_ref.dtype))
+            values_ref[rows, cols] = parts[-1]
+        transposed_ref[cols, pl.ds(row, p.rows)] = transposed_of(parts)
 
     lax.cond(scales, scale, quantize)

@@ -9,7 +9,16 @@ from jax._src.pallas.triton import lowering as triton_lowering
 
 import fp4jax
 from fp4jax import kernels
-from fp4jax.kernels import GemmConfig, Wanted, gemm, order_statistics, quantize_rows, quantize_tiles, scaled_matmul
+from fp4jax.kernels import (
+    GemmConfig,
+    QuantizerConfig,
+    Wanted,
+    gemm,
+    order_statistics,
+    quantize_rows,
+    quantize_tiles,
+    scaled_matmul,
+)  # fmt: skip
 
 # Pallas on Triton is deprecated in jax 0.11.2, and still the only way to these quantizers.
 pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
@@ -76,6 +85,10 @@ def test_quantizers_and_quantile(shape):
             cols,
         ),
         lower(lambda x, k: quantize_rows(x, NOISY, transpose=True, key=k), x, ((2,), jnp.uint32)),
+        lower(lambda x: quantize_rows(x, E2M1, transpose=True, config=QuantizerConfig(128, 64, 4, 4)), x),
+        lower(
+            lambda w: quantize_tiles(w, E2M1, (Wanted(1, transposed=True),), config=QuantizerConfig(64, 64, 4, 4)), x
+        ),
         lower(lambda x: order_statistics(x, (0, 1)), x),
     ]
     assert all("triton" in text for text in texts)

@@ -17,6 +17,7 @@ from fp4jax.kernels.strips_device import Strips, _task
 from fp4jax.outliers import thresholds
 
 SMALL = QuantizerConfig(rows=8, cols=32)
+PACKED = QuantizerConfig(rows=8, cols=32, packed=4)
 GRADIENT = fp4jax.QuantSpec(fp4jax.E5M2, fp4jax.PerTensor())
 
 
@@ -55,11 +56,12 @@ def held(q, format):
     ],
     ids=repr,
 )
-def test_rows(format, rounding, dtype):
+@pytest.mark.parametrize("config", [SMALL, PACKED], ids=str)
+def test_rows(format, rounding, dtype, config):
     x, spec = tensor((40, 96), dtype), fp4jax.QuantSpec(format, rounding=rounding)
     want = fp4jax.quantize(x, spec, axis=-1)
     with kernels.interpret():
-        got = quantize_rows(x, spec, transpose=True, config=SMALL)
+        got = quantize_rows(x, spec, transpose=True, config=config)
     same(got.values, held(want, format))
     same(got.transposed, held(want, format).T)
     same(got.scale, want.scale[:, 0])
@@ -95,7 +97,7 @@ def test_outliers_are_clamped_and_carried(compensation, dtype, rounding):
     values, scales, _ = quantize_activation(x, spec, (-1,), occ, None)
     values = jnp.where(jnp.isnan(values), jnp.float32(0), values)
     with kernels.interpret():
-        got = quantize_rows(x, spec, thresholds=bounds, occ=occ, transpose=True, config=SMALL)
+        got = quantize_rows(x, spec, thresholds=bounds, occ=occ, transpose=True, config=PACKED)
     same(got.values, values.astype(jnp.float8_e4m3fn))
     same(got.transposed, got.values.T)
     same(got.scale, scales.scale[:, 0])
@@ -122,7 +124,7 @@ def test_noise_and_powers_of_two_are_the_references(spec, transpose):
     values = held(want, spec.format)
     values = jnp.where(jnp.isnan(values.astype(jnp.float32)), jnp.zeros_like(values), values)
     with kernels.interpret():
-        got = quantize_rows(x, spec, key=KEY, transpose=transpose, config=SMALL)
+        got = quantize_rows(x, spec, key=KEY, transpose=transpose, config=PACKED)
     same(got.values, values)
     same(got.scale, spec.scale.decode(want.scale, None)[:, 0])
     if transpose:
@@ -148,7 +150,7 @@ def test_every_stream_of_a_gradient_has_a_key_of_its_own():
     keys = jax.random.split(KEY)
     wanted = (Wanted(None, key=keys[0]), Wanted(None, plain=False, transposed=True, key=keys[1]))
     with kernels.interpret():
-        first, second = quantize_tiles(x, spec, wanted, config=QuantizerConfig(8, 32))
+        first, second = quantize_tiles(x, spec, wanted, config=PACKED)
     same(first.values, fp4jax.quantize(x, spec, axis=-1, key=keys[0]).values)
     same(second.transposed, fp4jax.quantize(x, spec, axis=-1, key=keys[1]).values.T)
 
@@ -165,7 +167,7 @@ def test_the_assembly_draws_what_jax_random_draws():
 @pytest.mark.parametrize("lag", [1, 2, 5])
 def test_strips_are_each_scaled_and_quantized_once(lag):
     rule = quantizer_device.Rule(fp4jax.E2M1, "nearest_even", "absmax", "none", cast=False)
-    problem = Strips(40, 96, 8, 32, 4, 32, lag, 96, rule, folded=False, interpreted=True)
+    problem = Strips(40, 96, 8, 32, 4, 32, lag, 96, rule, folded=False, packed=1, interpreted=True)
     scales, strip, part = (np.asarray(v) for v in jax.vmap(lambda t: _task(t, problem))(jnp.arange(problem.programs)))
     tasks = list(zip(scales.tolist(), strip.tolist(), part.tolist(), strict=True))
     want = [(True, s, p) for s in range(5) for p in range(2)] + [(False, s, p) for s in range(5) for p in range(3)]
@@ -174,14 +176,15 @@ def test_strips_are_each_scaled_and_quantized_once(lag):
         assert scaling or all((True, s, p) in tasks[:ticket] for p in range(2))
 
 
-def test_tiles_write_a_gradient_twice_and_a_weight_by_column():
+@pytest.mark.parametrize("packed", [1, 4])
+def test_tiles_write_a_gradient_twice_and_a_weight_by_column(packed):
     shape = (20, 129)
     x = jnp.where(jnp.isfinite(tensor(shape, jnp.bfloat16)), tensor(shape, jnp.bfloat16), 1)
     rng = np.random.default_rng(2)
     rows, cols = (jnp.asarray(rng.uniform(0.1, 3, s), jnp.float32) for s in shape)
     wanted = (Wanted(None, cols, 1), Wanted(None, rows, 0, plain=False, transposed=True), Wanted(1, transposed=True))
     with kernels.interpret():
-        first, second, third = quantize_tiles(x, GRADIENT, wanted, config=QuantizerConfig(16, 32))
+        first, second, third = quantize_tiles(x, GRADIENT, wanted, config=QuantizerConfig(16, 32, packed=packed))
     want = fp4jax.quantize(multiply(as_float32(x), cols[None]), GRADIENT, axis=-1)
     same(first.values, want.values)
     same(first.scale, want.scale.reshape(()))
@@ -234,6 +237,8 @@ def test_errors_say_what_is_not_supported():
         quantize_tiles(x.astype(jnp.int32), GRADIENT, (Wanted(None),))
     with pytest.raises(ValueError, match="rows=24 must be a power of two"):
         QuantizerConfig(rows=24, cols=32)
+    with pytest.raises(ValueError, match="packed=2 must be 1 or 4"):
+        QuantizerConfig(rows=32, cols=32, packed=2)
     occ = fp4jax.OCC(0.9, scope="vector")
     with pytest.raises(ValueError, match="the kernels take OCC of scope 'tensor' that is not 'sparse'"):
         quantize_rows(x, fp4jax.QuantSpec(fp4jax.E2M1), thresholds=(jnp.float32(0), jnp.float32(0)), occ=occ)
