@@ -1,6 +1,6 @@
 """What the experiments have in common: models, text, batch, and the learning rates chosen for BF16 (see rates/)."""
 
-from experiments.experiment import ROOT
+from experiments.experiment import DEFAULT_SIZE, ROOT
 from fp4jax.train.config import LoopOptions, ModelOptions, OptimizerOptions, QuantizationOptions, Settings
 from fp4jax.train.data.load import DataOptions
 
@@ -18,24 +18,26 @@ LEARNING_RATES = {"9M": 3e-3, "34M": 1e-3, "125M": 6e-4}
 """Peak rates: by the sweep of rates/ for BF16; that of 125M is the one GPT-3 of this size took (arXiv:2005.14165)."""
 STEPS = 400
 BATCH_SIZE, SEQ_LEN = 32, 512
+TINY_STEPS, TINY_BATCH_SIZE = 200, 8
+"""Of the size that CPU cores can pay for: with as many bytes, half of compare's batch ends .2 nats lower."""
 SEEDS = (0, 1, 2)
+_XLA = QuantizationOptions(backend="xla")
+"""The meaning of a recipe, which runs everywhere."""
 
 
-def english(model: str = "9M", *, learning_rate: float | None = None, steps: int = STEPS) -> Settings:
+def english(size: str = DEFAULT_SIZE, *, learning_rate: float | None = None, steps: int = STEPS) -> Settings:
     """A model on english.txt: steps of 32 × 512 tokens, validated five times on 24 batches over all sources.
 
-    `backend="xla"` is the meaning of a recipe, and runs everywhere.
-
     Args:
-        model: a key of `MODELS`.
+        size: a key of `MODELS`.
         learning_rate: peak; by default that of `LEARNING_RATES`.
         steps: of the run.
     """
     return Settings(
-        model=MODELS[model],
-        quantization=QuantizationOptions(backend="xla"),
+        model=MODELS[size],
+        quantization=_XLA,
         data=DataOptions(text=(CORPUS,)),
-        optimizer=OptimizerOptions(learning_rate=learning_rate or LEARNING_RATES[model]),
+        optimizer=OptimizerOptions(learning_rate=learning_rate or LEARNING_RATES[size]),
         loop=LoopOptions(
             steps=steps,
             batch_size=BATCH_SIZE,
@@ -45,3 +47,15 @@ def english(model: str = "9M", *, learning_rate: float | None = None, steps: int
             tensorboard=False,
         ),
     )
+
+
+def tiny() -> Settings:
+    """What `fp4jax compare` trains, on the novels in the package, in fewer and smaller steps: needs no text, no GPU."""
+    loop = LoopOptions(
+        steps=TINY_STEPS, batch_size=TINY_BATCH_SIZE, eval_every=TINY_STEPS // 4, eval_batches=16, tensorboard=False
+    )
+    return Settings(quantization=_XLA, loop=loop).resolved()
+
+
+SIZES: dict[str, Settings] = {**{size: english(size) for size in MODELS}, "tiny": tiny()}
+"""The settings of every size, in the order of the reports."""

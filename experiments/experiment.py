@@ -10,9 +10,12 @@ from typing import Any
 
 from fp4jax.recipe import Recipe
 from fp4jax.train.config import Settings
+from fp4jax.train.naming import check_choice
 
 ROOT = Path(__file__).parent
 """The folder of the experiments."""
+DEFAULT_SIZE = "9M"
+"""A key of `experiments.base.SIZES`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -23,18 +26,12 @@ class ArmSpec:
         label: its name in tables and figures.
         recipe: what `fp4jax train --recipe` takes, or a name of the experiment's own `recipes`.
         optimizer: a row of `fp4jax.train.optimizer.OPTIMIZERS`, or of `experiments.optimizers.OPTIMIZERS`.
-        learning_rates: peak rates, in place of the settings' own: every seed is trained with each of them.
-        settings: in place of the experiment's.
-        baseline: label of the arm to which its gap is measured, in place of the experiment's.
         paper: the paper's final loss of this arm (arXiv:2501.17116), if it has one; NaN where it diverged.
     """
 
     label: str
     recipe: str
     optimizer: str = "adamw"
-    learning_rates: tuple[float, ...] = ()
-    settings: Settings | None = None
-    baseline: str | None = None
     paper: float | None = None
 
 
@@ -61,8 +58,11 @@ class Experiment:
         question: one sentence.
         expected: what was expected before it ran.
         cost: what it takes, in words.
-        settings: what its arms have in common; nothing that a preset would fill in is left open.
+        settings: what its arms have in common, by size; nothing that a preset would fill in is left open. Results of
+            two sizes never share a table, and claims are tested at each size.
+        sizes: at which it is run unless told otherwise.
         seeds: of initial weights and data order, the same for every arm.
+        learning_rates: peak rates by size, in place of the settings' own: every seed is trained with each of them.
         arms: in the order of the tables, which is also that of running.
         baseline: label of the arm to which gaps are measured.
         claims: what the paired tests are of.
@@ -76,9 +76,11 @@ class Experiment:
     question: str
     expected: str
     cost: str
-    settings: Settings
+    settings: Mapping[str, Settings]
     seeds: tuple[int, ...]
     arms: tuple[ArmSpec, ...]
+    sizes: tuple[str, ...] = (DEFAULT_SIZE,)
+    learning_rates: Mapping[str, tuple[float, ...]] = dataclasses.field(default_factory=dict)
     baseline: str = "bf16"
     claims: tuple[Claim, ...] = ()
     paper: str = ""
@@ -88,11 +90,7 @@ class Experiment:
 
     def __post_init__(self) -> None:
         labels = [arm.label for arm in self.arms]
-        named = [
-            self.baseline,
-            *(arm.baseline for arm in self.arms if arm.baseline),
-            *(label for claim in self.claims for label in (claim.lower, claim.higher)),
-        ]
+        named = [self.baseline, *(label for claim in self.claims for label in (claim.lower, claim.higher))]
         if len(set(labels)) != len(labels):
             raise ValueError(f"experiment {self.name!r}: two arms have the same label, {labels}")
         if missing := sorted(set(named) - set(labels)):
@@ -108,13 +106,14 @@ class Experiment:
         """What runs it."""
         return f"python -m experiments run {self.name}"
 
-    def baseline_of(self, label: str) -> str:
-        """Label of the arm to which the gap of another is measured: its own label where it is a baseline."""
-        return next(arm.baseline for arm in self.arms if arm.label == label) or self.baseline
+    def pieces(self, size: str | None = None) -> list["Piece"]:
+        """What there is to run, at a size or by default at all of `sizes`: an arm each, with all its seeds.
 
-    def pieces(self) -> list["Piece"]:
-        """What there is to run: an arm each, with all its seeds."""
-        return [Piece(self, arm) for arm in self.arms]
+        Raises:
+            ConfigError: it has no settings for the size.
+        """
+        sizes = self.sizes if size is None else (check_choice("size", size, self.settings),)
+        return [Piece(self, arm, size) for size in sizes for arm in self.arms]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,11 +122,12 @@ class Piece:
 
     experiment: Experiment
     arm: ArmSpec
+    size: str = DEFAULT_SIZE
 
     @property
     def settings(self) -> Settings:
-        """Of the training: those of the arm, or else of the experiment, with the arm's optimizer."""
-        settings = self.arm.settings or self.experiment.settings
+        """Of the training: those of the experiment at this size, with the arm's optimizer."""
+        settings = self.experiment.settings[self.size]
         return dataclasses.replace(
             settings, optimizer=dataclasses.replace(settings.optimizer, optimizer=self.arm.optimizer)
         )
@@ -137,7 +137,8 @@ class Piece:
         """(seed, peak learning rate) of everything that trains side by side."""
         rate = self.settings.optimizer.learning_rate
         assert rate is not None  # configs leave nothing open
-        return tuple((seed, lr) for lr in self.arm.learning_rates or (rate,) for seed in self.experiment.seeds)
+        rates = self.experiment.learning_rates.get(self.size, (rate,))
+        return tuple((seed, lr) for lr in rates for seed in self.experiment.seeds)
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -162,11 +163,12 @@ class Piece:
         return loop.steps * loop.batch_size * loop.seq_len * len(self.lanes)
 
     @property
-    def file_name(self) -> str:
-        """Of its results."""
+    def path(self) -> Path:
+        """Of its results, under the folder of the experiments: those of other than the default size in a folder."""
         recipe = re.sub(r"[^A-Za-z0-9._=-]+", "-", self.arm.recipe).strip("-")
         optimizer = "" if self.arm.optimizer == "adamw" else f"-{self.arm.optimizer}"
-        return f"{recipe}{optimizer}-{self.key[:8]}.json"
+        results = Path(self.experiment.name) / "results" / ("" if self.size == DEFAULT_SIZE else self.size)
+        return results / f"{recipe}{optimizer}-{self.key[:8]}.json"
 
 
 def explicit(config: Any) -> dict[str, Any]:

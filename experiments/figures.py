@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 
 from experiments.base import HEADLINE
-from experiments.experiment import Experiment
+from experiments.experiment import DEFAULT_SIZE, ROOT, Experiment
 from experiments.statistics import gap_percent
 from experiments.store import Lanes, sources_of
-from experiments.tables import losses_by_rate
+from experiments.tables import losses_by_rate, setting_text
 from fp4jax.train.plots import COLORS, require_matplotlib
 
 type Results = Mapping[str, Lanes]
@@ -24,21 +24,23 @@ ALT = {
 """What each figure shows, for the README."""
 
 
-def draw(experiment: Experiment, results: Results, folder: Path) -> list[str]:
-    """Write the figures of an experiment as PNG files.
+def draw(experiment: Experiment, size: str, results: Results, root: Path = ROOT) -> dict[str, str]:
+    """Write the figures of an experiment at a size as PNG files into its folder.
 
     Returns:
-        Their names, without the suffix.
+        Their files by the names of the figures.
 
     Raises:
         MissingPackageError: matplotlib is not installed.
     """
     require_matplotlib()
     names = experiment.figures if "rates" in experiment.figures else ("figure", *experiment.figures)
-    for name in names:
+    files = {name: f"{name}{'' if size == DEFAULT_SIZE else f'-{size}'}.png" for name in names}
+    for name, file in files.items():
         figure = FIGURES[name](experiment, results)
-        figure.savefig(folder / f"{name}.png")
-    return list(names)
+        figure.suptitle(f"{size}: {setting_text(experiment.settings[size], results)}", fontsize=12)
+        figure.savefig(root / experiment.name / file)
+    return files
 
 
 def colors_of(experiment: Experiment) -> dict[str, str]:
@@ -89,7 +91,7 @@ def _main(experiment: Experiment, results: Results) -> Any:
     for label, lanes in results.items():
         steps, curve = lanes.curve("loss")
         _band(loss, _millions(lanes, steps)[3:], curve[:, 3:], colors[label], label=label)
-        base = results.get(experiment.baseline_of(label))
+        base = results.get(experiment.baseline)
         if base is not None and base is not lanes:
             gaps = gap_percent(lanes.validation(HEADLINE), base.validation(HEADLINE))
             x = _millions(lanes, lanes.validation_steps)
@@ -109,7 +111,7 @@ def _final_gaps(axis: Any, experiment: Experiment, results: Results, colors: Map
     """A bar an arm with its seeds as dots, and the paper's gap as a diamond where it is in range."""
     gaps = {}
     for label, lanes in results.items():
-        base = results.get(experiment.baseline_of(label))
+        base = results.get(experiment.baseline)
         if base is not None and base is not lanes:
             gaps[label] = gap_percent(lanes.final(HEADLINE), base.final(HEADLINE))
     arms = [arm for arm in experiment.arms if arm.label in gaps]
@@ -140,8 +142,8 @@ def _rates(experiment: Experiment, results: Results) -> Any:
     by_rate = {label: losses_by_rate(lanes) for label, lanes in results.items()}
     gaps = {}
     for label, losses in by_rate.items():
-        base = by_rate.get(experiment.baseline_of(label), {})
-        if experiment.baseline_of(label) != label:
+        base = by_rate.get(experiment.baseline, {})
+        if experiment.baseline != label:
             gaps[label] = {r: gap_percent(losses[r], base[r]).mean() for r in losses if r in base}
     figure = _new(11 if gaps else 6.5, 4.4)
     axes = figure.subplots(1, 2 if gaps else 1, squeeze=False)[0]

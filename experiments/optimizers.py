@@ -8,10 +8,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-import fp4jax.optim
 from fp4jax.train.config import OptimizerOptions
 from fp4jax.train.optimizer import OPTIMIZERS as TRAIN_OPTIMIZERS
-from fp4jax.train.optimizer import decay_mask
 from fp4jax.train.step import TrainState
 
 
@@ -49,21 +47,7 @@ def _adamw_lanes(options: OptimizerOptions, schedule: optax.Schedule) -> optax.G
     return optax.chain(TRAIN_OPTIMIZERS["adamw"](options, schedule), scale_by_lane())
 
 
-def _adamw_low_precision(options: OptimizerOptions, schedule: optax.Schedule) -> optax.GradientTransformation:
-    """The paper's: gradients and first moment in FP8, second moment in FP16 (`fp4jax.optim.adamw`)."""
-    return fp4jax.optim.adamw(
-        schedule,
-        b1=options.b1,
-        b2=options.b2,
-        eps=options.eps,
-        weight_decay=options.weight_decay,
-        mask=decay_mask,
-        clip_norm=options.clip_norm or None,
-    )
-
-
 OPTIMIZERS: dict[str, Callable[[OptimizerOptions, optax.Schedule], optax.GradientTransformation]] = {
     "adamw_lanes": _adamw_lanes,
-    "adamw_low_precision": _adamw_low_precision,
 }
 """Registered in `fp4jax.train.optimizer.OPTIMIZERS` while a piece runs."""

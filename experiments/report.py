@@ -4,9 +4,10 @@ import re
 from pathlib import Path
 
 from experiments import figures, store
+from experiments.base import SIZES
 from experiments.catalog import EXPERIMENTS
 from experiments.experiment import ROOT, Experiment
-from experiments.tables import circumstances_text, claims_table, results_table
+from experiments.tables import circumstances_text, claims_table, results_table, setting_text
 from fp4jax.train.errors import ConfigError
 
 BEGIN, END = "<!-- report: made by `python -m experiments report` -->", "<!-- end of report -->"
@@ -23,7 +24,6 @@ def report(experiment: Experiment, root: Path = ROOT) -> Path:
         ConfigError: a README without the markers, or results that do not belong together.
         MissingPackageError: matplotlib is not installed.
     """
-    results = store.stored(experiment, root)
     readme = root / experiment.name / "README.md"
     text = readme.read_text(encoding="utf-8")
     if text.count(BEGIN) != 1 or text.count(END) != 1:
@@ -34,21 +34,30 @@ def report(experiment: Experiment, root: Path = ROOT) -> Path:
         f"**Expected beforehand.** {experiment.expected}",
         experiment.paper and f"**The paper.** {experiment.paper}",
     ]
-    if not results:
-        parts.append(NOT_RUN)
-    else:
-        parts.append(results_table(experiment, results))
-        if any(arm.label not in results for arm in experiment.arms):
-            missing = [arm.label for arm in experiment.arms if arm.label not in results]
-            parts.append(f"Not run: {', '.join(missing)}.")
-        parts += [claims_table(experiment, results), circumstances_text(results)]
-        parts += [experiment.appendix()] if experiment.appendix else []
-        for name in figures.draw(experiment, results, root / experiment.name):
-            parts.append(f"![{figures.ALT[name]}]({name}.png)")
+    sections = [_section(experiment, size, root) for size in experiment.settings]
+    parts += [part for section in sections for part in section] or [NOT_RUN]
+    parts += [experiment.appendix()] if experiment.appendix else []
     before, rest = text.split(BEGIN)
     body = "\n\n".join(part for part in parts if part)
     readme.write_text(f"{before}{BEGIN}\n\n{body}\n\n{END}{rest.split(END)[1]}", encoding="utf-8")
     return readme
+
+
+def _section(experiment: Experiment, size: str, root: Path) -> list[str]:
+    """What one size has to say: nothing if nothing has run, a line if no claim can be tested yet."""
+    results = store.stored(experiment, size, root)
+    if not results:
+        return []
+    heading = f"## {size}: {setting_text(experiment.settings[size], results)}"
+    if experiment.claims and not any({claim.lower, claim.higher} <= set(results) for claim in experiment.claims):
+        return [heading, f"Only {', '.join(results)} have run: no claim can be tested."]
+    parts = [heading, results_table(experiment, results)]
+    if missing := [arm.label for arm in experiment.arms if arm.label not in results]:
+        parts.append(f"Not run: {', '.join(missing)}.")
+    parts += [claims_table(experiment, results), circumstances_text(results)]
+    drawn = figures.draw(experiment, size, results, root)
+    parts += [f"![{size}: {figures.ALT[name]}]({file})" for name, file in drawn.items()]
+    return parts
 
 
 def marked(readme: str) -> str:
@@ -58,9 +67,17 @@ def marked(readme: str) -> str:
 
 
 def overview(root: Path = ROOT) -> str:
-    """A line an experiment: how many of its pieces have run, and its question."""
+    """A line an experiment: how many of its arms have run at each size, and its question."""
     lines = []
     for experiment in EXPERIMENTS.values():
-        done = sum(store.find(piece, root) is not None for piece in experiment.pieces())
-        lines.append(f"{experiment.name:<15} {done:>2}/{len(experiment.arms):<3} {experiment.question}")
-    return "\n".join(lines)
+        cells = []
+        for size in SIZES:
+            done = len(store.stored(experiment, size, root)) if size in experiment.settings else 0
+            asked = done or size in experiment.sizes
+            cells.append(f"{done:>2}/{len(experiment.arms)}" if asked else "")
+        lines.append([experiment.name, *cells, experiment.question])
+    header = ["", *SIZES, ""]
+    return "\n".join(
+        f"{name:<15}" + "".join(f"{cell:>7}" for cell in cells) + f"  {question}"
+        for name, *cells, question in [header, *lines]
+    )

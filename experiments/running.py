@@ -58,7 +58,10 @@ def run(pieces: Sequence[Piece], console: Console, limits: Limits = Limits(), ro
         ConfigError, DataError: settings or text that cannot be used.
     """
     began = time.monotonic()
-    unique = list({piece.key: piece for piece in reversed(pieces)}.values())[::-1]  # the first of equals stays
+    firsts: dict[str, Piece] = {}
+    for piece in pieces:
+        firsts.setdefault(piece.key, piece)
+    unique = list(firsts.values())
     texts: dict[DataOptions, Text] = {}
     paces: list[float] = []  # seconds a token of the pieces so far
     with StopSignal() as stop:
@@ -180,4 +183,4 @@ def _left(limits: Limits, began: float) -> float:
 
 
 def _name(piece: Piece) -> str:
-    return f"{piece.experiment.name}/{piece.arm.label}"
+    return f"{piece.experiment.name}/{piece.arm.label} at {piece.size}"

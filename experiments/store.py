@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.experiment import ROOT, Experiment, Piece
+from experiments.experiment import DEFAULT_SIZE, ROOT, Experiment, Piece
 from fp4jax.train.errors import ConfigError
 from fp4jax.train.metrics import read_metrics
 
@@ -26,7 +26,7 @@ def find(piece: Piece, root: Path = ROOT) -> Record | None:
     Raises:
         ConfigError: a file of that name is no record.
     """
-    for path in sorted(root.glob(f"*/results/*-{piece.key[:8]}.json")):
+    for path in sorted(root.glob(f"*/results/**/*-{piece.key[:8]}.json")):
         record = read(path)
         if record["key"] == piece.key:
             return record
@@ -89,7 +89,7 @@ def read(path: Path) -> Record:
 
 def save(piece: Piece, record: Record, root: Path = ROOT) -> Path:
     """Write a record in one atomic replacement."""
-    path = root / piece.experiment.name / "results" / piece.file_name
+    path = root / piece.path
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = path.with_suffix(".new")
     scratch.write_text(json.dumps(compact(record), allow_nan=False) + "\n", encoding="utf-8")
@@ -194,13 +194,13 @@ def sources_of(record: Record, sources: Sequence[str]) -> list[str]:
     return [name for name in sources if record["validation_tokens"].get(name)]
 
 
-def stored(experiment: Experiment, root: Path = ROOT) -> dict[str, Lanes]:
-    """What has run of an experiment, by label.
+def stored(experiment: Experiment, size: str = DEFAULT_SIZE, root: Path = ROOT) -> dict[str, Lanes]:
+    """What has run of an experiment at a size, by label.
 
     Raises:
         ConfigError: its pieces were trained on different texts.
     """
-    records = {piece.arm.label: find(piece, root) for piece in experiment.pieces()}
+    records = {piece.arm.label: find(piece, root) for piece in experiment.pieces(size)}
     found = {label: Lanes(record) for label, record in records.items() if record is not None}
     if len({lanes.record["corpus"] for lanes in found.values()}) > 1:
         raise ConfigError(f"experiment {experiment.name!r}: its results are of different texts and do not compare")

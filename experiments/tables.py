@@ -9,11 +9,12 @@ from experiments.base import HEADLINE
 from experiments.experiment import Experiment
 from experiments.statistics import Spread, gap_percent, paired
 from experiments.store import Lanes, sources_of
+from fp4jax.train.config import Settings
 
 
 def results_table(experiment: Experiment, results: Mapping[str, Lanes]) -> str:
     """An arm a row: losses, gaps to the baseline, clipped steps, and the paper's number beside."""
-    if any(arm.learning_rates for arm in experiment.arms):
+    if experiment.learning_rates:
         return _rates_table(experiment, results)
     first = next(iter(results.values()))
     named = " + ".join(sources_of(first.record, HEADLINE)) or "all text"
@@ -26,7 +27,7 @@ def results_table(experiment: Experiment, results: Mapping[str, Lanes]) -> str:
     paper_base = next((arm.paper for arm in experiment.arms if arm.label == experiment.baseline), None)
     for arm in experiment.arms:
         recipe = f"`{arm.recipe}`" + ("" if arm.optimizer == "adamw" else f", `{arm.optimizer}`")
-        lanes, base = results.get(arm.label), results.get(experiment.baseline_of(arm.label))
+        lanes, base = results.get(arm.label), results.get(experiment.baseline)
         cells = ["not run", *[""] * 4] if lanes is None else _cells(lanes, None if base is lanes else base)
         if paper:
             cells += _paper_cells(arm.paper, paper_base)
@@ -47,18 +48,27 @@ def claims_table(experiment: Experiment, results: Mapping[str, Lanes]) -> str:
     return markdown(header, rows) if rows else ""
 
 
+def setting_text(settings: Settings, results: Mapping[str, Lanes]) -> str:
+    """What tells a size's results from those of another: parameters, text, backend, hardware."""
+    records = [lanes.record for lanes in results.values()]
+    token = "tokens" if settings.data.text else "bytes"
+    hardware = " / ".join(sorted({record["hardware"] for record in records}))
+    return (
+        f"{records[0]['parameters'] / 1e6:.1f}M parameters, {records[0]['tokens_per_lane'] / 1e6:.2f}M {token} a run, "
+        f"{settings.quantization.backend} backend, {hardware}"
+    )
+
+
 def circumstances_text(results: Mapping[str, Lanes]) -> str:
     """Where and when the numbers were made."""
     records = [lanes.record for lanes in results.values()]
     when = sorted({record["date"] for record in records})
-    places = sorted({f"{record['hardware']}; {record['versions']}" for record in records})
-    one = records[0]
+    versions = sorted({record["versions"] for record in records})
     seeds = sorted({seed for lanes in results.values() for seed in lanes.seeds})
     train = sum(record["seconds"]["train"] for record in records)
     return (
-        f"{len(records)} arms, seeds {', '.join(map(str, seeds))}; {one['parameters'] / 1e6:.1f}M parameters, "
-        f"{one['tokens_per_lane'] / 1e6:.2f}M tokens a run in steps of {one['tokens_per_step']:,}; "
-        f"{' / '.join(places)}; {', '.join(when)}; {train:.0f} s of training."
+        f"{len(records)} arms, seeds {', '.join(map(str, seeds))}; steps of {records[0]['tokens_per_step']:,}; "
+        f"{' / '.join(versions)}; {', '.join(when)}; {train:.0f} s of training."
     )
 
 
@@ -97,14 +107,14 @@ def _rates_table(experiment: Experiment, results: Mapping[str, Lanes]) -> str:
     losses = {label: losses_by_rate(lanes) for label, lanes in results.items()}
     header = ["peak learning rate"]
     for label in losses:
-        header += [f"{label}: loss", *([] if experiment.baseline_of(label) == label else ["gap, %"])]
+        header += [f"{label}: loss", *([] if experiment.baseline == label else ["gap, %"])]
     rows = []
     for rate in sorted({rate for by_rate in losses.values() for rate in by_rate}):
         row = [f"{rate:g}"]
         for label, by_rate in losses.items():
-            loss, base = by_rate.get(rate), losses.get(experiment.baseline_of(label), {}).get(rate)
+            loss, base = by_rate.get(rate), losses.get(experiment.baseline, {}).get(rate)
             row.append("" if loss is None else Spread.of(loss).text(".4f"))
-            if experiment.baseline_of(label) != label:
+            if experiment.baseline != label:
                 row.append("" if loss is None or base is None else Spread.of(gap_percent(loss, base)).text("+.2f"))
         rows.append(row)
     return markdown(header, rows)

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from experiments.base import SEEDS, english
+from experiments.base import SEEDS, SIZES
 from experiments.experiment import ArmSpec, Claim, Experiment
 from fp4jax.formats import E5M2, FloatFormat
 from fp4jax.quantize import QuantSpec
@@ -22,7 +22,7 @@ EXPERIMENT = Experiment(
     question="In which format do gradients enter the backward products without loss, and with how many scales?",
     expected="No difference between high precision, E5M2 and E4M3, tensor or vector, at this length.",
     cost="4 runs of 3 seeds side by side on one H200, half a minute each; fp4 is that of precision",
-    settings=english(),
+    settings=SIZES,
     seeds=SEEDS,
     arms=(
         ArmSpec(label="bf16", recipe="bf16"),

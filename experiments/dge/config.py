@@ -1,6 +1,6 @@
 """Figure 6b of the paper: the differentiable gradient estimator, on 4-bit weights with 8-bit activations."""
 
-from experiments.base import SEEDS, english
+from experiments.base import SEEDS, SIZES
 from experiments.experiment import ArmSpec, Claim, Experiment
 
 EXPERIMENT = Experiment(
@@ -9,7 +9,7 @@ EXPERIMENT = Experiment(
     expected="A small gain over STE that does not depend on k, much of it from the shorter gradients that clipping "
     "lets pass; the paper finds .07 nats, a later report a harm.",
     cost="6 runs of 3 seeds side by side on one H200, half a minute each; bf16 is that of precision",
-    settings=english(),
+    settings=SIZES,
     seeds=SEEDS,
     arms=(
         ArmSpec(label="bf16", recipe="bf16", paper=2.74),

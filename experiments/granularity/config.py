@@ -1,6 +1,6 @@
 """Figure 6d of the paper: who shares a scale."""
 
-from experiments.base import SEEDS, english
+from experiments.base import SEEDS, SIZES
 from experiments.experiment import ArmSpec, Claim, Experiment
 
 EXPERIMENT = Experiment(
@@ -8,7 +8,7 @@ EXPERIMENT = Experiment(
     question="Which granularity do weights and activations need: a scale a tensor, a vector, or a block of 32 or 16?",
     expected="The activation's matters most, as in the paper; blocks beat vectors a little.",
     cost="4 runs of 3 seeds side by side on one H200, half a minute each; the others are those of precision",
-    settings=english(),
+    settings=SIZES,
     seeds=SEEDS,
     arms=(
         ArmSpec(label="bf16", recipe="bf16", paper=2.74),

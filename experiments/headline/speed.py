@@ -25,7 +25,7 @@ class Options:
     """Which model, and which recipes."""
 
     size: str = "34M"
-    """A key of `experiments.base.MODELS`."""
+    """A key of `experiments.base.SIZES`."""
     recipes: tuple[str, ...] = ("bf16", "fp8", "fp4", "fp4_vector", "fp4_direct")
     """Recipes to time, with the experiments' batch and seeds side by side."""
 
@@ -34,21 +34,21 @@ def measure(options: Options) -> dict[str, Any]:
     """Milliseconds a step, tokens a second of all seeds, and bytes of the compiled step, of every recipe."""
     import jax
 
-    from experiments.base import SEEDS, english
+    from experiments.base import SEEDS, SIZES
     from experiments.experiment import ArmSpec, Experiment, Piece
     from experiments.running import build
     from fp4jax.train.arm import Text
     from fp4jax.train.rundir import circumstances
 
-    settings, text, rows = english(options.size), None, {}
+    settings, text, rows = SIZES[options.size], None, {}
     for recipe in options.recipes:
         arm_spec = ArmSpec(label=recipe, recipe=recipe)
         experiment = Experiment(
-            name="speed", question="", expected="", cost="", settings=settings, seeds=SEEDS, arms=(arm_spec,),
-            baseline=recipe,
+            name="speed", question="", expected="", cost="", settings={options.size: settings}, seeds=SEEDS,
+            arms=(arm_spec,), baseline=recipe,
         )  # fmt: skip
         text = text or Text.load(settings.data)
-        arm = build(Piece(experiment, arm_spec), text)
+        arm = build(Piece(experiment, arm_spec, options.size), text)
         arm.warm_up()
         state, batches, metrics = arm.init(), arm.batches(0), None
         for step in range(WARM + TIMED):

@@ -1,6 +1,6 @@
 """Figure 6c of the paper: outlier clamping and compensation, on 4-bit activations with 8-bit weights."""
 
-from experiments.base import SEEDS, english
+from experiments.base import SEEDS, SIZES
 from experiments.experiment import ArmSpec, Claim, Experiment
 
 EXPERIMENT = Experiment(
@@ -9,7 +9,7 @@ EXPERIMENT = Experiment(
     expected="Every form with compensation improves on none, the lower α the more; clamping alone is worse than both; "
     "a sampled quantile is as good as an exact one. No divergence at this size.",
     cost="7 runs of 3 seeds side by side on one H200, half a minute each; bf16 is that of precision",
-    settings=english(),
+    settings=SIZES,
     seeds=SEEDS,
     arms=(
         ArmSpec(label="bf16", recipe="bf16", paper=2.74),

@@ -1,6 +1,6 @@
 """Figure 6a of the paper: what each part of the method is worth, from a direct cast to 4 bits up to the whole."""
 
-from experiments.base import SEEDS, english
+from experiments.base import SEEDS, SIZES
 from experiments.experiment import ArmSpec, Claim, Experiment
 
 EXPERIMENT = Experiment(
@@ -9,7 +9,7 @@ EXPERIMENT = Experiment(
     expected="bf16 < fp8 < fp4 < the two with one part < fp4_vector < fp4_direct, as in the paper; smaller gaps, "
     "since runs this short end far from where BF16 stops improving.",
     cost="7 runs of 3 seeds side by side on one H200, half a minute each",
-    settings=english(),
+    settings=SIZES,
     seeds=SEEDS,
     arms=(
         ArmSpec(label="bf16", recipe="bf16", paper=2.74),

@@ -1,6 +1,6 @@
 """The paper against the authors' code, as run and as released."""
 
-from experiments.base import SEEDS, english
+from experiments.base import SEEDS, SIZES
 from experiments.experiment import ArmSpec, Claim, Experiment
 
 EXPERIMENT = Experiment(
@@ -9,7 +9,7 @@ EXPERIMENT = Experiment(
     expected="The research branch (E1M2 activations, α = .97) is nearest to BF16; the release, which discards what it "
     "clamps and rounds scales to powers of two, is farthest.",
     cost="2 runs of 3 seeds side by side on one H200, half a minute each; the others are those of precision",
-    settings=english(),
+    settings=SIZES,
     seeds=SEEDS,
     arms=(
         ArmSpec(label="bf16", recipe="bf16"),

@@ -9,8 +9,8 @@ from fp4jax.train.data import DataOptions
 
 def small(experiment: Experiment) -> Experiment:
     """`experiment` with 1 block of 32, 3 steps of 4 × 32 bytes, and 2 seeds; recipes and optimizers as they are."""
-    arms = tuple(dataclasses.replace(arm, settings=arm.settings and micro(arm.settings)) for arm in experiment.arms)
-    return dataclasses.replace(experiment, settings=micro(experiment.settings), seeds=(0, 1), arms=arms)
+    settings = {size: micro(settings) for size, settings in experiment.settings.items()}
+    return dataclasses.replace(experiment, settings=settings, seeds=(0, 1))
 
 
 def micro(settings: Settings) -> Settings:
