@@ -24,23 +24,23 @@ ALT = {
 """What each figure shows, for the README."""
 
 
-def draw(experiment: Experiment, size: str, results: Results, root: Path = ROOT) -> dict[str, str]:
-    """Write the figures of an experiment at a size as PNG files into its folder.
+def files(experiment: Experiment, size: str) -> dict[str, str]:
+    """The files of the figures of a size, by the names of the figures."""
+    names = experiment.figures if "rates" in experiment.figures else ("figure", *experiment.figures)
+    return {name: f"{name}{'' if size == DEFAULT_SIZE else f'-{size}'}.png" for name in names}
 
-    Returns:
-        Their files by the names of the figures.
+
+def draw(experiment: Experiment, size: str, results: Results, root: Path = ROOT) -> None:
+    """Write the figures of an experiment at a size as PNG files into its folder.
 
     Raises:
         MissingPackageError: matplotlib is not installed.
     """
     require_matplotlib()
-    names = experiment.figures if "rates" in experiment.figures else ("figure", *experiment.figures)
-    files = {name: f"{name}{'' if size == DEFAULT_SIZE else f'-{size}'}.png" for name in names}
-    for name, file in files.items():
+    for name, file in files(experiment, size).items():
         figure = FIGURES[name](experiment, results)
         figure.suptitle(f"{size}: {setting_text(experiment.settings[size], results)}", fontsize=12)
         figure.savefig(root / experiment.name / file)
-    return files
 
 
 def colors_of(experiment: Experiment) -> dict[str, str]:

@@ -1,12 +1,14 @@
 """Rebuilds the tables and figures of the READMEs from stored results, with no GPU."""
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 from experiments import figures, store
 from experiments.base import SIZES
 from experiments.catalog import EXPERIMENTS
 from experiments.experiment import ROOT, Experiment
+from experiments.store import Lanes
 from experiments.tables import circumstances_text, claims_table, results_table, setting_text
 from fp4jax.train.errors import ConfigError
 
@@ -28,36 +30,49 @@ def report(experiment: Experiment, root: Path = ROOT) -> Path:
     text = readme.read_text(encoding="utf-8")
     if text.count(BEGIN) != 1 or text.count(END) != 1:
         raise ConfigError(f"{experiment.name}/README.md must hold the two markers of the report once each")
+    before, rest = text.split(BEGIN)
+    for size in experiment.settings:
+        results = store.stored(experiment, size, root)
+        if testable(experiment, results):
+            figures.draw(experiment, size, results, root)
+    made = body(experiment, root)
+    readme.write_text(f"{before}{BEGIN}\n\n{made}\n\n{END}{rest.split(END)[1]}", encoding="utf-8")
+    return readme
+
+
+def body(experiment: Experiment, root: Path = ROOT) -> str:
+    """What the stored results say, as Markdown: a section a size."""
     parts = [
         f"**Question.** {experiment.question}",
         f"**Command.** `{experiment.command}`: {experiment.cost}.",
         f"**Expected beforehand.** {experiment.expected}",
         experiment.paper and f"**The paper.** {experiment.paper}",
     ]
-    sections = [_section(experiment, size, root) for size in experiment.settings]
-    parts += [part for section in sections for part in section] or [NOT_RUN]
+    sections = [section(experiment, size, store.stored(experiment, size, root)) for size in experiment.settings]
+    parts += [part for parts_of_one in sections for part in parts_of_one] or [NOT_RUN]
     parts += [experiment.appendix()] if experiment.appendix else []
-    before, rest = text.split(BEGIN)
-    body = "\n\n".join(part for part in parts if part)
-    readme.write_text(f"{before}{BEGIN}\n\n{body}\n\n{END}{rest.split(END)[1]}", encoding="utf-8")
-    return readme
+    return "\n\n".join(part for part in parts if part)
 
 
-def _section(experiment: Experiment, size: str, root: Path) -> list[str]:
-    """What one size has to say: nothing if nothing has run, a line if no claim can be tested yet."""
-    results = store.stored(experiment, size, root)
+def section(experiment: Experiment, size: str, results: Mapping[str, Lanes]) -> list[str]:
+    """What one size has to say: nothing where nothing has run, a line where no claim can be tested yet."""
     if not results:
         return []
     heading = f"## {size}: {setting_text(experiment.settings[size], results)}"
-    if experiment.claims and not any({claim.lower, claim.higher} <= set(results) for claim in experiment.claims):
-        return [heading, f"Only {', '.join(results)} have run: no claim can be tested."]
+    if not testable(experiment, results):
+        return [heading, f"Only {' and '.join(results)} have run, and no claim can be tested."]
     parts = [heading, results_table(experiment, results)]
     if missing := [arm.label for arm in experiment.arms if arm.label not in results]:
-        parts.append(f"Not run: {', '.join(missing)}.")
+        parts.append(f"Not run: {'; '.join(missing)}.")
     parts += [claims_table(experiment, results), circumstances_text(results)]
-    drawn = figures.draw(experiment, size, results, root)
-    parts += [f"![{size}: {figures.ALT[name]}]({file})" for name, file in drawn.items()]
+    parts += [f"![{size}: {figures.ALT[name]}]({file})" for name, file in figures.files(experiment, size).items()]
     return parts
+
+
+def testable(experiment: Experiment, results: Mapping[str, Lanes]) -> bool:
+    """Whether there is something to show: a claim with both its arms, or results of an experiment without claims."""
+    both = (claim.lower in results and claim.higher in results for claim in experiment.claims)
+    return bool(results) and (any(both) or not experiment.claims)
 
 
 def marked(readme: str) -> str:

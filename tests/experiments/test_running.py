@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 from small_experiment import small
 
-from experiments import probes, report, running, store
+from experiments import base, probes, report, running, store
 from experiments.catalog import EXPERIMENTS
 from experiments.experiment import ROOT, Piece
 from experiments.headline import speed
@@ -52,7 +52,7 @@ def ran(tmp_path_factory):
 
 def test_a_record_holds_every_seed_and_its_circumstances(ran):
     root, experiment, said = ran
-    found = store.stored(experiment, root)
+    found = store.stored(experiment, root=root)
     assert list(found) == list(LABELS)
     lanes = found["bf16"]
     assert lanes.seeds == (0, 1)
@@ -64,12 +64,12 @@ def test_a_record_holds_every_seed_and_its_circumstances(ran):
     record = lanes.record
     assert {"command", "date", "hardware", "versions", "corpus", "identity"} <= set(record)
     assert sum(record["validation_tokens"].values()) == 2 * 4 * 32
-    assert "occ/bf16: " in said
+    assert "occ/bf16 at 9M: " in said
 
 
 def test_weights_and_activations_are_measured_at_every_validation(ran):
     root, experiment, _ = ran
-    lanes = store.stored(experiment, root)["bf16"]
+    lanes = store.stored(experiment, root=root)["bf16"]
     steps, histogram = lanes.probe("weights", "histogram")
     assert steps.tolist() == [2, 3]
     assert histogram.shape == (2, 2, probes.BINS)
@@ -95,13 +95,13 @@ def test_a_piece_that_would_not_fit_is_not_started(ran):
     console = say()
     left = running.run([experiment.pieces()[1]], console, running.Limits(seconds=5, tokens_per_second=10), root)
     assert [piece.arm.label for piece in left] == ["no OCC"]
-    assert "occ/no OCC: needs about 77 s, 5 s are left" in console.file.getvalue()
+    assert "occ/no OCC at 9M: needs about 77 s, 5 s are left" in console.file.getvalue()
 
 
 def test_a_missing_text_is_named(ran, tmp_path):
     root, experiment, _ = ran
-    settings = dataclasses.replace(experiment.settings, data=DataOptions(text=(tmp_path / "english",)))
-    piece = Piece(dataclasses.replace(experiment, settings=settings), experiment.arms[1])
+    settings = dataclasses.replace(experiment.settings["9M"], data=DataOptions(text=(tmp_path / "english",)))
+    piece = Piece(dataclasses.replace(experiment, settings={"9M": settings}), experiment.arms[1])
     with pytest.raises(ConfigError, match=r"no text at '.*english': prepare it as docs/experiments.md says"):
         running.run([piece], say(), root=root)
     assert not list(root.glob(".*.claim"))
@@ -124,7 +124,7 @@ def test_a_piece_of_another_process_is_left_to_it(ran):
 
 
 def test_registries_are_as_before(ran):
-    assert "adamw_low_precision" not in OPTIMIZERS
+    assert "adamw_lanes" not in OPTIMIZERS
     assert "fp4_vector_gradient" not in RECIPES
 
 
@@ -136,7 +136,8 @@ def test_the_report_names_what_ran_and_what_did_not(ran):
     assert "| no OCC | `w8a4:alpha=none` | not run |" in made
     assert "Not run: no OCC, α = .99, " in made
     assert "| compensation matters | not run |" in made
-    assert "2 arms, seeds 0, 1; 0.0M parameters" in made
+    assert "## 9M: 0.0M parameters, 0.00M bytes a run, xla backend, " in made
+    assert "2 arms, seeds 0, 1; steps of 128; " in made
     assert (root / "occ" / "figure.png").stat().st_size > 10_000
     before = readme.read_text()
     report.report(experiment, root)
@@ -154,7 +155,7 @@ def test_results_of_different_texts_and_damaged_ones_are_refused(ran, tmp_path):
         record = {**json.loads(path.read_text()), "corpus": f"{number}"}
         (tmp_path / "occ" / "results" / path.name).write_text(json.dumps(record))
     with pytest.raises(ConfigError, match="'occ': its results are of different texts and do not compare"):
-        store.stored(experiment, tmp_path)
+        store.stored(experiment, root=tmp_path)
     path.write_text("{}")
     with pytest.raises(ConfigError, match="is no record of results"):
         store.read(path)
@@ -172,7 +173,7 @@ def test_the_train_step_of_the_last_arm_can_be_traced(name):
 
 
 def test_the_speed_of_a_step_is_measured_and_shown(tmp_path, monkeypatch):
-    monkeypatch.setattr("experiments.base.english", lambda size: small(EXPERIMENTS["headline"]).settings)
+    monkeypatch.setitem(base.SIZES, "micro", small(EXPERIMENTS["headline"]).settings["9M"])
     monkeypatch.setattr("experiments.base.SEEDS", (0, 1))
     monkeypatch.setattr(speed, "RESULTS", tmp_path)
     monkeypatch.setattr(speed, "TIMED", 2)
@@ -186,8 +187,8 @@ def test_the_speed_of_a_step_is_measured_and_shown(tmp_path, monkeypatch):
 def test_lanes_multiply_the_learning_rate():
     """Two lanes of one seed: a first step with half the rate makes half the update."""
     experiment = small(EXPERIMENTS["rates"])
-    arm = dataclasses.replace(experiment.arms[0], learning_rates=(1e-3, 5e-4))
-    piece = Piece(dataclasses.replace(experiment, seeds=(0,)), arm)
+    experiment = dataclasses.replace(experiment, seeds=(0,), learning_rates={"9M": (1e-3, 5e-4)})
+    piece = experiment.pieces("9M")[0]
     assert piece.lanes == ((0, 1e-3), (0, 5e-4))
     built = running.build(piece, Text.load(DataOptions()))
     start = jax.tree.map(np.asarray, built.init().params)
