@@ -90,6 +90,7 @@ class DGE(Estimator):
         if not self.clip > 0:
             raise ValueError(f"clip={self.clip} must be positive")
 
+    @jax.named_scope("dge_factor")
     def factor(self, u, format):
         p = jnp.abs(position(u.astype(jnp.float32), format) * jnp.float32(2) - jnp.float32(1))
         # The infinity of |0|^(1/k - 1) is cut off before anything could be differentiated through it.

@@ -98,6 +98,7 @@ def clip(x: Array, lo: Array, hi: Array) -> Array:
     return jnp.where(x < lo, lo, jnp.where(x > hi, hi, x))
 
 
+@jax.named_scope("quantile")
 def thresholds(x: Array, occ: OCC, axis: tuple[int, ...]) -> tuple[Array, Array]:
     """lo and hi as float32 with as many dimensions as ``x``: order statistics of ``x`` in its own dtype."""
     x = lax.stop_gradient(x)

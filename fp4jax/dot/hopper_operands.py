@@ -48,6 +48,7 @@ class Operand(NamedTuple):
     reciprocal: Array | None
 
 
+@jax.named_scope("quantile")
 def thresholds(x: Array, occ: OCC, names: split.Names) -> tuple[Array, Array]:
     """lo and hi as the xla backend has them, float32 scalars; over the mesh axes that split x."""
     from fp4jax import kernels
@@ -133,6 +134,7 @@ def specs_of(rows: split.Names, cols: split.Names, scale: split.Names | None) ->
     return kernels.Quantized(*specs)
 
 
+@jax.named_scope("quantize")
 def quantize_lhs(lhs: Array, recipe: Recipe, axis: tuple[int, ...], key: Key | None) -> Operand:
     """The activation as values [m, k], the same transposed, and scales [m] or []."""
     spec = recipe.activation_spec
@@ -154,6 +156,7 @@ def quantize_lhs(lhs: Array, recipe: Recipe, axis: tuple[int, ...], key: Key | N
     )
 
 
+@jax.named_scope("quantize")
 def quantize_rhs(rhs: Array, recipe: Recipe, axis: tuple[int, ...], key: Key | None) -> Operand:
     """The weight as values [k, n], the same transposed, scales [n] or [], and what its estimator needs."""
     spec = recipe.weight_spec
@@ -178,6 +181,7 @@ def quantize_rhs(rhs: Array, recipe: Recipe, axis: tuple[int, ...], key: Key | N
     )
 
 
+@jax.named_scope("quantize")
 def gradient(
     g: Array, lhs_scale: Array, rhs_scale: Array, spec: QuantSpec, names: split.Names, keys: list[Key | None]
 ) -> Any:

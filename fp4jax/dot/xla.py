@@ -248,6 +248,7 @@ def _negative(axes: tuple[int, ...], ndim: int) -> tuple[int, ...]:
     return tuple(a - ndim for a in axes)
 
 
+@jax.named_scope("quantize")
 def quantize_lhs(lhs: Array, recipe: Recipe, axis: tuple[int, ...], key: Key | None) -> Quantized | None:
     """The activation as fprop and wgrad take it; None where fprop leaves it in high precision."""
     spec = recipe.activation_spec
@@ -263,6 +264,7 @@ def quantize_lhs(lhs: Array, recipe: Recipe, axis: tuple[int, ...], key: Key | N
     return Quantized(operand, kept, kept_scale, delta if sparse else None)
 
 
+@jax.named_scope("quantize")
 def quantize_rhs(rhs: Array, recipe: Recipe, axis: tuple[int, ...], key: Key | None) -> Quantized | None:
     """The weight as fprop and dgrad take it; None where fprop leaves it in high precision."""
     spec = recipe.weight_spec
@@ -314,6 +316,7 @@ def _folded(g: Array, scale: Array | None, side: int, call: Call) -> Array:
     return multiply(g, scale_to_result(scale, contracted, geometry.fprop, side, other))
 
 
+@jax.named_scope("quantize")
 def _gradient(g: Array, spec: RecipeOperand, axis: tuple[int, ...], place: int, key: Key | None, call: Call) -> Operand:
     if not isinstance(spec, QuantSpec):
         # Not float16: a scale folded in can take a gradient out of its range.

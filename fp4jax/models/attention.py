@@ -31,6 +31,7 @@ def rope_tables(positions: jax.Array, head_dim: int, base: float) -> tuple[jax.A
     return jnp.cos(angles), jnp.sin(angles)
 
 
+@jax.named_scope("rope")
 def apply_rope(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     """Rotate the pairs (x[i], x[i + h/2]) of every head: the half-split convention of Hugging Face's LLaMA.
 
@@ -85,12 +86,10 @@ class Attention(nnx.Module):
             is_causal=True,
             implementation=attention_implementation(config, x.shape[1]),
         )
-        encoded = locally(
-            attend,
-            apply_rope(split_axes(query, lead, heads), cos, sin),
-            apply_rope(split_axes(key, lead, heads), cos, sin),
-            split_axes(value, lead, heads),
-        )
+        query = apply_rope(split_axes(query, lead, heads), cos, sin)
+        key = apply_rope(split_axes(key, lead, heads), cos, sin)
+        with jax.named_scope("attention"):
+            encoded = locally(attend, query, key, split_axes(value, lead, heads))
         # One axis at a time: each merge follows the mesh by itself.
         merged = rows(encoded.reshape(*lead, -1))
         return split_axes(self.output(merged), lead, x.shape[-1:])

@@ -34,6 +34,7 @@ class Head(nnx.Module):
             self.kernel = nnx.Param(init(rngs.params(), shape, config.param_dtype), **axis_names("embed", "vocab"))
         self.dot_general = wide_dot_general
 
+    @jax.named_scope("head")
     def __call__(self, x: jax.Array, table: jax.Array) -> jax.Array:
         """x [..., d], table [v, d] (used if tied) -> float32 logits [..., v]."""
         weight, axis = (table, 1) if self.kernel is None else (self.kernel[...], 0)

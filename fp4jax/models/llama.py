@@ -117,10 +117,11 @@ class Llama(nnx.Module):
         if positions is None:
             positions = jnp.arange(tokens.shape[1])
         cos, sin = rope_tables(positions, config.head_dim, config.rope_base)
-        if explicit_sharding(tokens) is None:
-            x = self.embed(tokens).astype(config.dtype)
-        else:
-            x = lookup(self.embed.embedding[...], tokens).astype(config.dtype)
+        with jax.named_scope("embed"):
+            if explicit_sharding(tokens) is None:
+                x = self.embed(tokens).astype(config.dtype)
+            else:
+                x = lookup(self.embed.embedding[...], tokens).astype(config.dtype)
         x = self._blocks(x, cos, sin)
         return self.head(self.norm(x), self.embed.embedding[...])
 

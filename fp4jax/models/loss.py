@@ -49,6 +49,7 @@ def cross_entropy(
     return total / jnp.where(count == 0, 1.0, count)
 
 
+@jax.named_scope("loss")
 def _nll_and_log_z(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
     """−log softmax(logits)[target] and log Σ exp(logits)."""
     logits = logits.astype(jnp.float32)

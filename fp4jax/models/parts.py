@@ -120,6 +120,7 @@ class SwiGLU(nnx.Module):
 
 # The float32 values inside these two are twice the size of what goes in. Kept for the backward pass they would cost
 # more memory traffic than computing them again, which XLA fuses into their consumers.
+@jax.named_scope("rms_norm")
 @functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=2)
 def _rms_norm(x: jax.Array, scale: jax.Array, epsilon: float) -> jax.Array:
     wide = x.astype(jnp.float32)
@@ -127,6 +128,7 @@ def _rms_norm(x: jax.Array, scale: jax.Array, epsilon: float) -> jax.Array:
     return (wide * (inverse * scale.astype(jnp.float32))).astype(x.dtype)
 
 
+@jax.named_scope("swiglu")
 @functools.partial(jax.checkpoint, prevent_cse=False)
 def _gated_silu(gate: jax.Array, up: jax.Array) -> jax.Array:
     return (jax.nn.silu(gate.astype(jnp.float32)) * up.astype(jnp.float32)).astype(gate.dtype)

@@ -154,12 +154,16 @@ def make_train_step(
 
     def step(state: TrainState, tokens: jax.Array) -> tuple[TrainState, Metrics]:
         loss, gradient = mean_gradient(state.params, state.noise, tokens, state.step)
-        norm = optax.tree.norm(gradient)
+        with jax.named_scope("gradient_norm"):
+            norm = optax.tree.norm(gradient)
         # One pass finds every NaN and infinity; a norm past float32 could not be clipped either.
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
-        updates, opt_state = optimizer.update(gradient, state.opt_state, state.params)
-        params = optax.apply_updates(state.params, updates)
-        keep = functools.partial(jax.tree.map, lambda new, old: jnp.where(finite, new, old))
+        with jax.named_scope("optimizer"):
+            updates, opt_state = optimizer.update(gradient, state.opt_state, state.params)
+            params = optax.apply_updates(state.params, updates)
+            params, opt_state = jax.tree.map(
+                lambda new, old: jnp.where(finite, new, old), (params, opt_state), (state.params, state.opt_state)
+            )
         skipped = 1 - finite.astype(jnp.int32)
         clipped = (finite & (norm > (jnp.inf if clip_norm is None else clip_norm))).astype(jnp.int32)
         metrics = {
@@ -173,8 +177,8 @@ def make_train_step(
             step=state.step + 1,
             skipped=state.skipped + skipped,
             clipped=state.clipped + clipped,
-            params=keep(params, state.params),
-            opt_state=keep(opt_state, state.opt_state),
+            params=params,
+            opt_state=opt_state,
             noise=state.noise,
         ), metrics
 
