@@ -11,13 +11,14 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class Instruction:
-    """`%name = type opcode(operands), attributes`, each as text; attributes without the metadata."""
+    """`%name = type opcode(operands), attributes`, each as text; of the metadata only the operation's name in JAX."""
 
     name: str
     type: str
     opcode: str
     operands: str
     attributes: str
+    op_name: str
 
     def called(self, key: str) -> list[str]:
         """Names of the computations in the attribute `key`."""
@@ -135,6 +136,7 @@ class Program:
 
 
 _HEADER = re.compile(r"^(ENTRY )?%([\w.\-]+) \(.*\{$")
+_OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 _LEFT = re.compile(r"^  (ROOT )?%([\w.\-]+) = ")
 
 
@@ -152,12 +154,15 @@ def _parse(text: str) -> tuple[dict[str, Computation], str]:
             type_end = _closing(line, left.end()) if line[left.end()] == "(" else line.index(" ", left.end())
             opening = line.index("(", type_end)
             end = _closing(line, opening)
+            attributes, _, metadata = line[end:].partition(", metadata=")
+            op_name = _OP_NAME.search(metadata)
             instruction = Instruction(
                 name=left[2],
                 type=line[left.end() : type_end],
                 opcode=line[type_end:opening].strip(),
                 operands=line[opening + 1 : end - 1],
-                attributes=line[end:].partition(", metadata=")[0],
+                attributes=attributes,
+                op_name=op_name[1] if op_name else "",
             )
             instructions[instruction.name] = instruction
             root = instruction.name if left[1] else root
