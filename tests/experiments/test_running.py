@@ -15,7 +15,7 @@ from small_experiment import small
 
 from experiments import base, probes, report, running, store
 from experiments.catalog import EXPERIMENTS
-from experiments.experiment import ROOT, Piece
+from experiments.experiment import ROOT, Claim, Piece
 from experiments.headline import speed
 from experiments.optimizers import set_lanes
 from fp4jax.recipes import RECIPES
@@ -130,11 +130,16 @@ def test_registries_are_as_before(ran):
 
 def test_the_report_names_what_ran_and_what_did_not(ran):
     root, experiment, _ = ran
+    few = report.report(experiment, root).read_text()
+    assert "\n\nOnly bf16 and by token have run, and no claim can be tested.\n\n" in few
+    assert not (root / "occ" / "figure.png").exists()
+    claims = (*experiment.claims, Claim("4 bits cost something", "bf16", "by token"))
+    experiment = dataclasses.replace(experiment, claims=claims)
     readme = report.report(experiment, root)
     made = report.marked(readme.read_text())
     assert f"**Question.** {experiment.question}" in made
     assert "| no OCC | `w8a4:alpha=none` | not run |" in made
-    assert "Not run: no OCC, α = .99, " in made
+    assert "Not run: no OCC; α = .99; " in made
     assert "| compensation matters | not run |" in made
     assert "## 9M: 0.0M parameters, 0.00M bytes a run, xla backend, " in made
     assert "2 arms, seeds 0, 1; steps of 128; " in made
