@@ -39,7 +39,7 @@ class Run:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """Rebuild tables and figures in the READMEs from stored results; needs no GPU."""
+    """Rebuild the tables and figures of the READMEs and docs/experiments.md from stored results; needs no GPU."""
 
     names: tyro.conf.Positional[tuple[str, ...]] = ()
     """Experiments to report; by default all."""
@@ -62,6 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             case Report(names):
                 for name in names or EXPERIMENTS:
                     console.print(f"{reporting.report(EXPERIMENTS[check_choice('experiment', name, EXPERIMENTS)])}")
+                console.print(f"{reporting.report_claims()}")
             case Run():
                 return _run(command, console)
     except (ConfigError, DataError, MissingPackageError) as error:

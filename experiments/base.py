@@ -63,5 +63,7 @@ def tiny() -> Settings:
     return Settings(quantization=_XLA, loop=loop).resolved()
 
 
-SIZES: dict[str, Settings] = {**{size: english(size) for size in MODELS}, "tiny": tiny()}
-"""The settings of every size, in the order of the reports."""
+ENGLISH: dict[str, Settings] = {size: english(size) for size in MODELS}
+"""The settings of the sizes on english.txt."""
+SIZES: dict[str, Settings] = {**ENGLISH, "tiny": tiny()}
+"""Those of all sizes, in the order of the reports."""

@@ -16,6 +16,8 @@ ROOT = Path(__file__).parent
 """The folder of the experiments."""
 DEFAULT_SIZE = "9M"
 """A key of `experiments.base.SIZES`."""
+_FORMER_DEFAULTS = {"model": {"model": "tiny", "tie_embeddings": False}}
+"""Defaults under which results are stored and that have become None since: an identity goes on leaving them out."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -149,6 +151,9 @@ class Piece:
         settings = explicit(self.settings)
         settings.get("data", {}).pop("text", None)  # a place on one machine; the store keeps the text's hash
         settings.get("loop", {}).pop("tensorboard", None)
+        for name, values in _FORMER_DEFAULTS.items():
+            kept = {k: v for k, v in settings.pop(name, {}).items() if k not in values or v != values[k]}
+            settings |= {name: kept} if kept else {}
         return {"recipe": self.arm.recipe, "lanes": [list(lane) for lane in self.lanes], "settings": settings}
 
     @property

@@ -1,7 +1,7 @@
 """Rebuilds the tables and figures of the READMEs from stored results, with no GPU."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from experiments import figures, store
@@ -9,10 +9,11 @@ from experiments.base import SIZES
 from experiments.catalog import EXPERIMENTS
 from experiments.experiment import ROOT, Experiment
 from experiments.store import Lanes
-from experiments.tables import circumstances_text, claims_table, results_table, setting_text
+from experiments.tables import circumstances_text, claim_cells, claims_table, markdown, results_table, setting_text
 from fp4jax.train.errors import ConfigError
 
 BEGIN, END = "<!-- report: made by `python -m experiments report` -->", "<!-- end of report -->"
+PAGE = ROOT.parent / "docs" / "experiments.md"
 NOT_RUN = "**Not run.** No results are stored."
 
 
@@ -27,17 +28,29 @@ def report(experiment: Experiment, root: Path = ROOT) -> Path:
         MissingPackageError: matplotlib is not installed.
     """
     readme = root / experiment.name / "README.md"
-    text = readme.read_text(encoding="utf-8")
-    if text.count(BEGIN) != 1 or text.count(END) != 1:
-        raise ConfigError(f"{experiment.name}/README.md must hold the two markers of the report once each")
-    before, rest = text.split(BEGIN)
     for size in experiment.settings:
         results = store.stored(experiment, size, root)
         if testable(experiment, results):
             figures.draw(experiment, size, results, root)
-    made = body(experiment, root)
-    readme.write_text(f"{before}{BEGIN}\n\n{made}\n\n{END}{rest.split(END)[1]}", encoding="utf-8")
-    return readme
+    return _put(body(experiment, root), readme)
+
+
+def report_claims(page: Path = PAGE, root: Path = ROOT) -> Path:
+    """Write the table of all claims at all sizes into docs/experiments.md, between the markers.
+
+    Raises:
+        ConfigError: a page without the markers, or results that do not belong together.
+    """
+    return _put(claims_by_size(EXPERIMENTS.values(), root), page)
+
+
+def _put(made: str, page: Path) -> Path:
+    text = page.read_text(encoding="utf-8")
+    if text.count(BEGIN) != 1 or text.count(END) != 1:
+        raise ConfigError(f"{page.parent.name}/{page.name} must hold the two markers of the report once each")
+    before, rest = text.split(BEGIN)
+    page.write_text(f"{before}{BEGIN}\n\n{made}\n\n{END}{rest.split(END)[1]}", encoding="utf-8")
+    return page
 
 
 def body(experiment: Experiment, root: Path = ROOT) -> str:
@@ -67,6 +80,20 @@ def section(experiment: Experiment, size: str, results: Mapping[str, Lanes]) -> 
     parts += [claims_table(experiment, results), circumstances_text(results)]
     parts += [f"![{size}: {figures.ALT[name]}]({file})" for name, file in figures.files(experiment, size).items()]
     return parts
+
+
+def claims_by_size(experiments: Iterable[Experiment], root: Path = ROOT) -> str:
+    """A claim a row, a size a column: verdict, difference in percent, and p of the paired t test."""
+    sizes, rows = {}, []
+    for experiment in experiments:
+        tested = {size: claim_cells(experiment, store.stored(experiment, size, root)) for size in experiment.settings}
+        sizes |= {size: None for size, cells in tested.items() if any(cells)}
+        rows += [
+            [experiment.name, claim.text, {size: cells[i] for size, cells in tested.items()}]
+            for i, claim in enumerate(experiment.claims)
+        ]
+    header = ["question", "claim", *sizes]
+    return markdown(header, [[name, text, *(cells.get(size, "") for size in sizes)] for name, text, cells in rows])
 
 
 def testable(experiment: Experiment, results: Mapping[str, Lanes]) -> bool:

@@ -1,6 +1,6 @@
 """The table and figure of the project's README: loss, speed and memory of the recipes side by side."""
 
-from experiments.base import SEEDS, SIZES
+from experiments.base import ENGLISH, SEEDS
 from experiments.experiment import ArmSpec, Claim, Experiment
 from experiments.headline import speed
 
@@ -10,7 +10,7 @@ EXPERIMENT = Experiment(
     expected="fp4 within a percent of bf16, fp4_direct several percent behind; every quantized recipe slower than "
     "bf16, since the xla backend multiplies in bfloat16.",
     cost="nothing of its own: all its pieces are those of precision",
-    settings=SIZES,
+    settings=ENGLISH,
     seeds=SEEDS,
     arms=(
         ArmSpec(label="bf16", recipe="bf16", paper=2.74),

@@ -1,6 +1,6 @@
 """The same comparison with larger models."""
 
-from experiments.base import MODELS, SEEDS, SIZES
+from experiments.base import ENGLISH, SEEDS
 from experiments.experiment import ArmSpec, Claim, Experiment
 
 EXPERIMENT = Experiment(
@@ -9,8 +9,8 @@ EXPERIMENT = Experiment(
     expected="At equal tokens, gaps at 34M and 125M within the spread of that at 9M.",
     cost="2 runs of 3 seeds side by side on one H200 at 34M, a minute each, and 2 at 125M, four minutes each; those at "
     "9M are those of precision",
-    settings=SIZES,
-    sizes=tuple(MODELS),
+    settings=ENGLISH,
+    sizes=tuple(ENGLISH),
     seeds=SEEDS,
     arms=(
         ArmSpec(label="bf16", recipe="bf16"),

@@ -63,6 +63,10 @@ def test_readmes_say_what_the_stored_results_say(experiment):
     assert figures == {path.name for path in experiment.folder.glob("*.png")}
 
 
+def test_the_docs_say_what_the_claims_came_to():
+    assert report.marked(report.PAGE.read_text(encoding="utf-8")) == report.claims_by_size(EXPERIMENTS.values())
+
+
 def test_stored_results_belong_to_an_arm_and_name_no_place():
     pieces = [piece for size in SIZES for piece in pieces_of((), size=size)]
     keys = {piece.path: piece.key for piece in pieces}
