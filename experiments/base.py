@@ -1,9 +1,14 @@
 """What the experiments have in common: models, text, batch, and the learning rates chosen for BF16 (see rates/)."""
 
-from experiments.experiment import DEFAULT_SIZE, ROOT
+from pathlib import Path
+
 from fp4jax.train.config import LoopOptions, ModelOptions, OptimizerOptions, QuantizationOptions, Settings
 from fp4jax.train.data.load import DataOptions
 
+ROOT = Path(__file__).parent
+"""The folder of the experiments."""
+DEFAULT_SIZE = "9M"
+"""The key of `SIZES` that an experiment is run at unless it or the command line says otherwise."""
 CORPUS = ROOT.parent / "data" / "english"
 """A folder that `fp4jax data prepare` wrote; docs/experiments.md has the command."""
 HEADLINE = ("state-of-the-union", "austen")

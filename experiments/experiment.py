@@ -8,19 +8,16 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from experiments.base import DEFAULT_SIZE, ROOT, SEEDS, SIZES
 from fp4jax.recipe import Recipe
 from fp4jax.train.config import Settings
 from fp4jax.train.naming import check_choice
 
-ROOT = Path(__file__).parent
-"""The folder of the experiments."""
-DEFAULT_SIZE = "9M"
-"""A key of `experiments.base.SIZES`."""
 _FORMER_DEFAULTS = {"model": {"model": "tiny", "tie_embeddings": False}}
 """Defaults under which results are stored and that have become None since: an identity goes on leaving them out."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class ArmSpec:
     """One arm: a recipe, trained with every seed of its experiment.
 
@@ -60,12 +57,12 @@ class Experiment:
         question: one sentence.
         expected: what was expected before it ran.
         cost: what it takes, in words.
+        arms: in the order of the tables, which is also that of running.
         settings: what its arms have in common, by size; nothing that a preset would fill in is left open. Results of
             two sizes never share a table, and claims are tested at each size.
         sizes: at which it is run unless told otherwise.
         seeds: of initial weights and data order, the same for every arm.
         learning_rates: peak rates by size, in place of the settings' own: every seed is trained with each of them.
-        arms: in the order of the tables, which is also that of running.
         baseline: label of the arm to which gaps are measured.
         claims: what the paired tests are of.
         paper: where the paper's numbers stand, and what differs.
@@ -78,9 +75,9 @@ class Experiment:
     question: str
     expected: str
     cost: str
-    settings: Mapping[str, Settings]
-    seeds: tuple[int, ...]
     arms: tuple[ArmSpec, ...]
+    settings: Mapping[str, Settings] = dataclasses.field(default_factory=lambda: SIZES)
+    seeds: tuple[int, ...] = SEEDS
     sizes: tuple[str, ...] = (DEFAULT_SIZE,)
     learning_rates: Mapping[str, tuple[float, ...]] = dataclasses.field(default_factory=dict)
     baseline: str = "bf16"

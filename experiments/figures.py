@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from experiments.base import HEADLINE
-from experiments.experiment import DEFAULT_SIZE, ROOT, Experiment
+from experiments.base import DEFAULT_SIZE, HEADLINE, ROOT
+from experiments.experiment import Experiment
 from experiments.statistics import gap_percent
 from experiments.store import Lanes, sources_of
 from experiments.tables import losses_by_rate, setting_text

@@ -5,9 +5,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from experiments import figures, store
-from experiments.base import SIZES
+from experiments.base import ROOT, SIZES
 from experiments.catalog import EXPERIMENTS
-from experiments.experiment import ROOT, Experiment
+from experiments.experiment import Experiment
 from experiments.store import Lanes
 from experiments.tables import circumstances_text, claim_cells, claims_table, markdown, results_table, setting_text
 from fp4jax.train.errors import ConfigError

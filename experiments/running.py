@@ -13,7 +13,8 @@ import numpy as np
 from rich.console import Console
 
 from experiments import optimizers, store
-from experiments.experiment import ROOT, Experiment, Piece
+from experiments.base import ROOT
+from experiments.experiment import Experiment, Piece
 from experiments.probes import MeasuredArm
 from fp4jax.recipes import RECIPES
 from fp4jax.train.arm import Text

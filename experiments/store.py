@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from experiments.experiment import DEFAULT_SIZE, ROOT, Experiment, Piece
+from experiments.base import DEFAULT_SIZE, ROOT
+from experiments.experiment import Experiment, Piece
 from fp4jax.train.errors import ConfigError
 from fp4jax.train.metrics import read_metrics
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 
-from experiments.base import SEEDS, SIZES
 from experiments.experiment import ArmSpec, Claim, Experiment
 from fp4jax.formats import E5M2, FloatFormat
 from fp4jax.quantize import QuantSpec
@@ -22,15 +21,13 @@ EXPERIMENT = Experiment(
     question="In which format do gradients enter the backward products without loss, and with how many scales?",
     expected="No difference between high precision, E5M2 and E4M3, tensor or vector, at this length.",
     cost="4 runs of 3 seeds side by side on one H200, half a minute each; fp4 is that of precision",
-    settings=SIZES,
-    seeds=SEEDS,
     arms=(
-        ArmSpec(label="bf16", recipe="bf16"),
-        ArmSpec(label="dY in BF16", recipe="fp4:gradient=none"),
-        ArmSpec(label="dY in E5M2, tensor", recipe="fp4"),
-        ArmSpec(label="dY in E4M3, tensor", recipe="fp4:gradient=E4M3"),
-        ArmSpec(label="dY in E5M2, vector", recipe="fp4_vector_gradient"),
-        ArmSpec(label="dY in E4M3, vector", recipe="fp4_vector_gradient:gradient=E4M3"),
+        ArmSpec("bf16", "bf16"),
+        ArmSpec("dY in BF16", "fp4:gradient=none"),
+        ArmSpec("dY in E5M2, tensor", "fp4"),
+        ArmSpec("dY in E4M3, tensor", "fp4:gradient=E4M3"),
+        ArmSpec("dY in E5M2, vector", "fp4_vector_gradient"),
+        ArmSpec("dY in E4M3, vector", "fp4_vector_gradient:gradient=E4M3"),
     ),
     claims=(
         Claim("BF16 gradients beat E5M2", "dY in BF16", "dY in E5M2, tensor"),

@@ -1,6 +1,5 @@
 """Figure 6d of the paper: who shares a scale."""
 
-from experiments.base import SEEDS, SIZES
 from experiments.experiment import ArmSpec, Claim, Experiment
 
 EXPERIMENT = Experiment(
@@ -8,16 +7,14 @@ EXPERIMENT = Experiment(
     question="Which granularity do weights and activations need: a scale a tensor, a vector, or a block of 32 or 16?",
     expected="The activation's matters most, as in the paper; blocks beat vectors a little.",
     cost="4 runs of 3 seeds side by side on one H200, half a minute each; the others are those of precision",
-    settings=SIZES,
-    seeds=SEEDS,
     arms=(
-        ArmSpec(label="bf16", recipe="bf16", paper=2.74),
-        ArmSpec(label="W tensor, A tensor", recipe="fp4_direct", paper=4.55),
-        ArmSpec(label="W vector, A tensor", recipe="fp4_vector:activation=PerTensor", paper=4.65),
-        ArmSpec(label="W tensor, A vector", recipe="fp4_vector:weight=PerTensor", paper=2.92),
-        ArmSpec(label="W vector, A vector", recipe="fp4_vector", paper=2.855),
-        ArmSpec(label="blocks of 32", recipe="fp4_vector:activation=PerBlock(32),weight=PerBlock(32)"),
-        ArmSpec(label="blocks of 16", recipe="fp4_vector:activation=PerBlock(16),weight=PerBlock(16)"),
+        ArmSpec("bf16", "bf16", paper=2.74),
+        ArmSpec("W tensor, A tensor", "fp4_direct", paper=4.55),
+        ArmSpec("W vector, A tensor", "fp4_vector:activation=PerTensor", paper=4.65),
+        ArmSpec("W tensor, A vector", "fp4_vector:weight=PerTensor", paper=2.92),
+        ArmSpec("W vector, A vector", "fp4_vector", paper=2.855),
+        ArmSpec("blocks of 32", "fp4_vector:activation=PerBlock(32),weight=PerBlock(32)"),
+        ArmSpec("blocks of 16", "fp4_vector:activation=PerBlock(16),weight=PerBlock(16)"),
     ),
     claims=(
         Claim("vectors beat tensors for the activation", "W tensor, A vector", "W tensor, A tensor"),

@@ -42,7 +42,7 @@ def measure(options: Options) -> dict[str, Any]:
 
     settings, text, rows = SIZES[options.size], None, {}
     for recipe in options.recipes:
-        arm_spec = ArmSpec(label=recipe, recipe=recipe)
+        arm_spec = ArmSpec(recipe, recipe)
         experiment = Experiment(
             name="speed", question="", expected="", cost="", settings={options.size: settings}, seeds=SEEDS,
             arms=(arm_spec,), baseline=recipe,

@@ -1,6 +1,5 @@
 """Figure 6c of the paper: outlier clamping and compensation, on 4-bit activations with 8-bit weights."""
 
-from experiments.base import SEEDS, SIZES
 from experiments.experiment import ArmSpec, Claim, Experiment
 
 EXPERIMENT = Experiment(
@@ -9,19 +8,17 @@ EXPERIMENT = Experiment(
     expected="Every form with compensation improves on none, the lower α the more; clamping alone is worse than both; "
     "a sampled quantile is as good as an exact one. No divergence at this size.",
     cost="7 runs of 3 seeds side by side on one H200, half a minute each; bf16 is that of precision",
-    settings=SIZES,
-    seeds=SEEDS,
     arms=(
-        ArmSpec(label="bf16", recipe="bf16", paper=2.74),
-        ArmSpec(label="no OCC", recipe="w8a4:alpha=none", paper=float("nan")),
-        ArmSpec(label="α = .99", recipe="w8a4", paper=2.765),
-        ArmSpec(label="α = .97", recipe="w8a4:alpha=0.97", paper=2.755),
-        ArmSpec(label="α = .999", recipe="w8a4:alpha=0.999", paper=2.785),
-        ArmSpec(label="clamp only", recipe="w8a4:compensation=none"),
-        ArmSpec(label="by token", recipe="w8a4:scope=vector"),
-        ArmSpec(label="sampled", recipe="w8a4:quantile=sampled"),
-        ArmSpec(label="no OCC, tensor-wise", recipe="w8a4:alpha=none,activation=PerTensor"),
-        ArmSpec(label="α = .99, tensor-wise", recipe="w8a4:activation=PerTensor"),
+        ArmSpec("bf16", "bf16", paper=2.74),
+        ArmSpec("no OCC", "w8a4:alpha=none", paper=float("nan")),
+        ArmSpec("α = .99", "w8a4", paper=2.765),
+        ArmSpec("α = .97", "w8a4:alpha=0.97", paper=2.755),
+        ArmSpec("α = .999", "w8a4:alpha=0.999", paper=2.785),
+        ArmSpec("clamp only", "w8a4:compensation=none"),
+        ArmSpec("by token", "w8a4:scope=vector"),
+        ArmSpec("sampled", "w8a4:quantile=sampled"),
+        ArmSpec("no OCC, tensor-wise", "w8a4:alpha=none,activation=PerTensor"),
+        ArmSpec("α = .99, tensor-wise", "w8a4:activation=PerTensor"),
     ),
     claims=(
         Claim("OCC (α = .99) improves on none", "α = .99", "no OCC"),

@@ -1,6 +1,5 @@
 """Figure 6a of the paper: what each part of the method is worth, from a direct cast to 4 bits up to the whole."""
 
-from experiments.base import SEEDS, SIZES
 from experiments.experiment import ArmSpec, Claim, Experiment
 
 EXPERIMENT = Experiment(
@@ -9,16 +8,14 @@ EXPERIMENT = Experiment(
     expected="bf16 < fp8 < fp4 < the two with one part < fp4_vector < fp4_direct, as in the paper; smaller gaps, "
     "since runs this short end far from where BF16 stops improving.",
     cost="7 runs of 3 seeds side by side on one H200, half a minute each",
-    settings=SIZES,
-    seeds=SEEDS,
     arms=(
-        ArmSpec(label="bf16", recipe="bf16", paper=2.74),
-        ArmSpec(label="fp4", recipe="fp4", paper=2.765),
-        ArmSpec(label="fp4_vector", recipe="fp4_vector", paper=2.855),
-        ArmSpec(label="fp4_direct", recipe="fp4_direct", paper=4.55),
-        ArmSpec(label="fp4_vector + OCC", recipe="fp4:k=none"),
-        ArmSpec(label="fp4_vector + DGE", recipe="fp4:alpha=none"),
-        ArmSpec(label="fp8", recipe="fp8", paper=2.745),
+        ArmSpec("bf16", "bf16", paper=2.74),
+        ArmSpec("fp4", "fp4", paper=2.765),
+        ArmSpec("fp4_vector", "fp4_vector", paper=2.855),
+        ArmSpec("fp4_direct", "fp4_direct", paper=4.55),
+        ArmSpec("fp4_vector + OCC", "fp4:k=none"),
+        ArmSpec("fp4_vector + DGE", "fp4:alpha=none"),
+        ArmSpec("fp8", "fp8", paper=2.745),
     ),
     claims=(
         Claim("vector-wise scales beat a direct cast", "fp4_vector", "fp4_direct"),

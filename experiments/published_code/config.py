@@ -1,6 +1,5 @@
 """The paper against the authors' code, as run and as released."""
 
-from experiments.base import SEEDS, SIZES
 from experiments.experiment import ArmSpec, Claim, Experiment
 
 EXPERIMENT = Experiment(
@@ -9,13 +8,11 @@ EXPERIMENT = Experiment(
     expected="The research branch (E1M2 activations, α = .97) is nearest to BF16; the release, which discards what it "
     "clamps and rounds scales to powers of two, is farthest.",
     cost="2 runs of 3 seeds side by side on one H200, half a minute each; the others are those of precision",
-    settings=SIZES,
-    seeds=SEEDS,
     arms=(
-        ArmSpec(label="bf16", recipe="bf16"),
-        ArmSpec(label="fp4", recipe="fp4"),
-        ArmSpec(label="fp4_research", recipe="fp4_research"),
-        ArmSpec(label="fp4_release", recipe="fp4_release"),
+        ArmSpec("bf16", "bf16"),
+        ArmSpec("fp4", "fp4"),
+        ArmSpec("fp4_research", "fp4_research"),
+        ArmSpec("fp4_release", "fp4_release"),
     ),
     claims=(
         Claim("the research branch beats the paper", "fp4_research", "fp4"),

@@ -16,9 +16,9 @@ EXPERIMENT = Experiment(
     learning_rates={"9M": (1e-3, 2e-3, 4e-3, 8e-3), "34M": (5e-4, 1e-3, 2e-3, 4e-3)},
     seeds=(0,),
     arms=(
-        ArmSpec(label="bf16", recipe="bf16", optimizer=OPTIMIZER),
-        ArmSpec(label="fp4", recipe="fp4", optimizer=OPTIMIZER),
-        ArmSpec(label="fp4 without DGE", recipe="fp4:k=none", optimizer=OPTIMIZER),
+        ArmSpec("bf16", "bf16", optimizer=OPTIMIZER),
+        ArmSpec("fp4", "fp4", optimizer=OPTIMIZER),
+        ArmSpec("fp4 without DGE", "fp4:k=none", optimizer=OPTIMIZER),
     ),
     figures=("rates",),
 )

@@ -1,6 +1,6 @@
 """The same comparison with larger models."""
 
-from experiments.base import ENGLISH, SEEDS
+from experiments.base import ENGLISH
 from experiments.experiment import ArmSpec, Claim, Experiment
 
 EXPERIMENT = Experiment(
@@ -11,10 +11,9 @@ EXPERIMENT = Experiment(
     "9M are those of precision",
     settings=ENGLISH,
     sizes=tuple(ENGLISH),
-    seeds=SEEDS,
     arms=(
-        ArmSpec(label="bf16", recipe="bf16"),
-        ArmSpec(label="fp4", recipe="fp4"),
+        ArmSpec("bf16", "bf16"),
+        ArmSpec("fp4", "fp4"),
     ),
     claims=(Claim("fp4 stays behind bf16", "bf16", "fp4"),),
     paper="Losses at 100B tokens, FP4 and BF16: 2.55 and 2.49 (1.3B), 2.17 and 2.07 (7B), 1.97 and 1.88 (13B).",

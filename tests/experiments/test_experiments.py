@@ -7,9 +7,9 @@ import pytest
 from small_experiment import small
 
 from experiments.__main__ import pieces_of
-from experiments.base import SIZES
+from experiments.base import ROOT, SIZES
 from experiments.catalog import EXPERIMENTS
-from experiments.experiment import ROOT, ArmSpec, Claim, Experiment, Piece
+from experiments.experiment import ArmSpec, Claim, Experiment, Piece
 from experiments.running import build
 from fp4jax.train.arm import Text
 from fp4jax.train.config import LoopOptions
@@ -108,7 +108,7 @@ def test_pieces_are_chosen_by_experiment_and_arm():
 
 def test_labels_that_do_not_fit_are_refused():
     fields = {"name": "x", "question": "?", "expected": ".", "cost": "", "settings": None, "seeds": (0,)}
-    arm = ArmSpec(label="bf16", recipe="bf16")
+    arm = ArmSpec("bf16", "bf16")
     with pytest.raises(ValueError, match="experiment 'x': two arms have the same label"):
         Experiment(**fields, arms=(arm, arm))
     with pytest.raises(ValueError, match=r"experiment 'x': baseline or claims name \['fp4'\], which no arm is called"):

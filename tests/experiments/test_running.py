@@ -14,8 +14,9 @@ from rich.console import Console
 from small_experiment import small
 
 from experiments import base, probes, report, running, store
+from experiments.base import ROOT
 from experiments.catalog import EXPERIMENTS
-from experiments.experiment import ROOT, Claim, Piece
+from experiments.experiment import Claim, Piece
 from experiments.headline import speed
 from experiments.optimizers import set_lanes
 from fp4jax.recipes import RECIPES

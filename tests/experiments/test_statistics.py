@@ -9,9 +9,8 @@ from scipy import stats
 
 from experiments import report, store
 from experiments.__main__ import pieces_of
-from experiments.base import SIZES
+from experiments.base import ROOT, SIZES
 from experiments.catalog import EXPERIMENTS
-from experiments.experiment import ROOT
 from experiments.statistics import Spread, gap_percent, paired
 
 
