@@ -1,31 +1,29 @@
-"""What the products of the "hopper" backend take: operands in FP8, quantized by kernels where one device holds a block.
+"""What the products of the "hopper" backend take: operands in FP8, quantized by kernels.
 
-On a mesh each device quantizes its part. A scale that devices share is found by the reference's own sums (``PerTensor``
-and ``PerVector`` with ``axis_name``), which XLA compiles; so is what is quantized under it.
+On a mesh each device quantizes its part. Where devices share a scale they agree on its maximum between the two readings
+of the kernels: four bytes a scale are exchanged, and no values.
 """
 
 import dataclasses
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import NamedSharding
 
 from fp4jax import outliers
 from fp4jax.blocks import explicit_sharding
 from fp4jax.dot import split, xla
-from fp4jax.exact import as_float32, multiply
+from fp4jax.exact import as_float32
 from fp4jax.outliers import OCC
-from fp4jax.quantize import QuantSpec, find_scales, grid_values
+from fp4jax.quantize import QuantSpec
 from fp4jax.recipe import Recipe
 from fp4jax.rounding import keys_of_examples
-from fp4jax.scaling import PerTensor, PerVector, Scales
+from fp4jax.scaling import PerTensor
 from fp4jax.typing import Array, Key
-
-if TYPE_CHECKING:
-    from fp4jax import kernels
 
 # What fprop reads, for remat policies that would rather keep it than quantize again where fprop is recomputed. What
 # backward reads has the names of the xla backend.
@@ -80,36 +78,17 @@ def key_of(key: Key | None, spec: QuantSpec, place: int, x: Array) -> Key | None
     return None if key is None else _own_keys(key, x)
 
 
-def _named(spec: QuantSpec, names: split.Names) -> QuantSpec:
-    """``spec`` with maxima over these mesh axes too."""
-    kind = PerTensor if isinstance(spec.granularity, PerTensor) else PerVector
-    return dataclasses.replace(spec, granularity=kind(axis_name=names))
-
-
-def _by_reference(values: Array, scales: Scales, spec: QuantSpec) -> "kernels.Quantized":
-    """float32 values and scales of the reference, as the kernels write them."""
-    from fp4jax import kernels
-
-    held = jnp.where(jnp.isnan(values), jnp.float32(0), values).astype(kernels.quantizer.storage(spec.format))
-    shape = () if isinstance(spec.granularity, PerTensor) else (-1,)
-    return kernels.Quantized(held, held.T, spec.scale.decode(scales.scale, scales.outer_scale).reshape(shape))
-
-
 def _activation(
     x: Array, spec: QuantSpec, occ: OCC | None, rows: split.Names, cols: split.Names, key: Key | None
 ) -> Any:
     """A device's part of an activation [m, k] that is split over mesh axes ``rows`` and ``cols``."""
     from fp4jax import kernels
 
-    if cols or (rows and isinstance(spec.granularity, PerTensor)):  # its scales are shared: the reference's sums do it
-        spec = _named(spec, rows + cols if isinstance(spec.granularity, PerTensor) else cols)
-        occ = None if occ is None else dataclasses.replace(occ, axis_name=rows + cols)
-        values, scales, _ = xla.quantize_activation(x, spec, (-1,), occ, None)
-        return _by_reference(values, scales, spec)
     if isinstance(spec.granularity, PerTensor):
-        return kernels.quantize_tiles(x, spec, (kernels.Wanted(None, transposed=True, key=key),))[0]
-    bounds = None if occ is None else thresholds(x, occ, rows)
-    return kernels.quantize_rows(x, spec, thresholds=bounds, occ=occ, transpose=True, key=key)
+        wanted = kernels.Wanted(None, transposed=True, key=key, names=rows + cols)
+        return kernels.quantize_tiles(x, spec, (wanted,))[0]
+    bounds = None if occ is None else thresholds(x, occ, rows + cols)
+    return kernels.quantize_rows(x, spec, thresholds=bounds, occ=occ, transpose=True, key=key, names=cols)
 
 
 def _weight(w: Array, spec: QuantSpec, rows: split.Names, cols: split.Names, key: Key | None) -> Any:
@@ -117,12 +96,8 @@ def _weight(w: Array, spec: QuantSpec, rows: split.Names, cols: split.Names, key
     from fp4jax import kernels
 
     per_tensor = isinstance(spec.granularity, PerTensor)
-    if rows or (cols and per_tensor):
-        spec = _named(spec, rows + cols if per_tensor else rows)
-        value = as_float32(w)
-        scales = find_scales(value, spec, (-2,))
-        return _by_reference(grid_values(value, scales, spec, (-2,), None), scales, spec)
-    wanted = kernels.Wanted(None if per_tensor else 1, transposed=True, key=key)
+    axis, names = (None, rows + cols) if per_tensor else (1, rows)
+    wanted = kernels.Wanted(axis, transposed=True, key=key, names=names)
     return kernels.quantize_tiles(w, spec, (wanted,))[0]
 
 
@@ -144,7 +119,8 @@ def quantize_lhs(lhs: Array, recipe: Recipe, axis: tuple[int, ...], key: Key | N
 
     def local(x):
         flat = x.reshape(math.prod(x.shape[:free]), math.prod(x.shape[free:]))
-        return _activation(flat, spec, recipe.outliers, rows, cols, key_of(key, spec, xla.FPROP_LHS, flat))
+        q = _activation(flat, spec, recipe.outliers, rows, cols, key_of(key, spec, xla.FPROP_LHS, flat))
+        return q._replace(reciprocal=None)
 
     specs = specs_of(rows, cols, None if isinstance(spec.granularity, PerTensor) else rows)
     q = split.run(layout.mesh, local, layout.spec, specs)(lhs)
@@ -161,22 +137,51 @@ def quantize_rhs(rhs: Array, recipe: Recipe, axis: tuple[int, ...], key: Key | N
     """The weight as values [k, n], the same transposed, scales [n] or [], and what its estimator needs."""
     spec = recipe.weight_spec
     assert spec is not None
+    per_tensor, estimates = isinstance(spec.granularity, PerTensor), not recipe.weight_estimator.is_identity
     layout, count = split.Layout.of(explicit_sharding(rhs), rhs.ndim), len(axis)
+    one = [per_tensor or i < count for i in range(rhs.ndim)]  # axes along which r is the same
     rows, cols = layout.names(*range(count)), layout.names(*range(count, rhs.ndim))
 
     def local(w):
         flat = w.reshape(math.prod(w.shape[:count]), math.prod(w.shape[count:]))
-        return _weight(flat, spec, rows, cols, key_of(key, spec, xla.FPROP_RHS, flat))
+        q = _weight(flat, spec, rows, cols, key_of(key, spec, xla.FPROP_RHS, flat))
+        if not estimates:
+            return q._replace(reciprocal=None), None
+        shape = [1 if whole else size for size, whole in zip(w.shape, one, strict=True)]
+        return q._replace(reciprocal=None), q.reciprocal.reshape(shape)
 
-    specs = specs_of(rows, cols, None if isinstance(spec.granularity, PerTensor) else cols)
-    q = split.run(layout.mesh, local, layout.spec, specs)(rhs)
-    reciprocal = None
-    if not recipe.weight_estimator.is_identity:
-        reciprocal = checkpoint_name(find_scales(as_float32(rhs), spec, axis).reciprocal, xla.RHS_NAME)
+    specs = specs_of(rows, cols, None if per_tensor else cols)
+    entries = split.spec(*(() if whole else names for names, whole in zip(layout.entries, one, strict=True)))
+    q, reciprocal = split.run(layout.mesh, local, layout.spec, (specs, entries if estimates else None))(rhs)
+    if reciprocal is not None:
+        reciprocal = checkpoint_name(reciprocal, xla.RHS_NAME)
     return Operand(
         values=checkpoint_name(q.values, xla.RHS_NAME),
         transposed=checkpoint_name(q.transposed, FPROP_RHS_NAME),
         scale=checkpoint_name(q.scale, xla.RHS_NAME),
+        reciprocal=reciprocal,
+    )
+
+
+def reshard_rhs(quantized: Operand, axis: tuple[int, ...], sharding: NamedSharding) -> Operand:
+    """A quantized weight, split like the weight itself where it has this sharding."""
+    layout, count = split.Layout.of(sharding, len(sharding.spec)), len(axis)
+    rows, cols = layout.names(*range(count)), layout.names(*range(count, len(layout.entries)))
+
+    def put(x: Array, *groups: split.Names) -> Array:
+        # FP8 as bytes, since XLA's CPU code widens collectives of FP8.
+        bits = lax.bitcast_convert_type(x, jnp.uint8) if x.dtype.itemsize == 1 else x
+        bits = jax.sharding.reshard(bits, NamedSharding(layout.mesh, split.spec(*groups)))
+        return lax.bitcast_convert_type(bits, x.dtype) if x.dtype.itemsize == 1 else bits
+
+    reciprocal = quantized.reciprocal
+    if reciprocal is not None:
+        shown = zip(reciprocal.shape, layout.entries, strict=True)
+        reciprocal = put(reciprocal, *(() if size == 1 else names for size, names in shown))
+    return Operand(
+        values=put(quantized.values, rows, cols),
+        transposed=put(quantized.transposed, cols, rows),
+        scale=put(quantized.scale, cols) if quantized.scale.ndim else quantized.scale,
         reciprocal=reciprocal,
     )
 
@@ -189,16 +194,9 @@ def gradient(
     from fp4jax import kernels
 
     m, n = g.shape
-    if names:
-        spec, found = _named(spec, names), []
-        for fold in (rhs_scale, lhs_scale[:, None] if lhs_scale.ndim else lhs_scale):
-            value = multiply(as_float32(g), fold)
-            scales = find_scales(value, spec, (-1,))
-            found.append(_by_reference(grid_values(value, scales, spec, (-1,), None), scales, spec))
-        return found[0]._replace(transposed=None), found[1]._replace(values=None)
     wanted = (
-        kernels.Wanted(None, jnp.broadcast_to(rhs_scale, (n,)), 1, key=keys[0]),
-        kernels.Wanted(None, jnp.broadcast_to(lhs_scale, (m,)), 0, plain=False, transposed=True, key=keys[1]),
+        kernels.Wanted(None, jnp.broadcast_to(rhs_scale, (n,)), 1, key=keys[0], names=names),
+        kernels.Wanted(None, jnp.broadcast_to(lhs_scale, (m,)), 0, False, True, key=keys[1], names=names),
     )
     first, second = kernels.quantize_tiles(g, spec, wanted)
-    return first, second
+    return first._replace(reciprocal=None), second._replace(reciprocal=None)

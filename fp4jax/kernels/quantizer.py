@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+from jax import lax
 
 from fp4jax.formats import E4M3, E5M2, FloatFormat
 from fp4jax.kernels.device import core_count, interpreting, triton_call
@@ -46,11 +47,13 @@ class Quantized(NamedTuple):
         values: [m, n] in E4M3 or E5M2, or None.
         transposed: [n, m], or None.
         scale: float32 [m], [n] or [], by the axis whose entries have one each; NaN for a block that is not finite.
+        reciprocal: r, by which values were multiplied, like ``scale``; of ``quantize_tiles`` alone.
     """
 
     values: Array | None
     transposed: Array | None
     scale: Array
+    reciprocal: Array | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,9 +182,13 @@ def quantize_rows(
     occ: OCC | None = None,
     transpose: bool = False,
     key: Key | None = None,
+    names: tuple[str, ...] = (),
     config: QuantizerConfig | None = None,
 ) -> Quantized:
     """Quantizes each row of ``x`` under a scale of its own, reading it from memory once.
+
+    Inside a ``shard_map`` in which mesh axes ``names`` split the rows' entries, it reads twice: for the maxima, which
+    devices then agree on (four bytes a row), and for the values.
 
     Args:
         x: float32, bfloat16 or float16 [m, n].
@@ -191,6 +198,7 @@ def quantize_rows(
         occ: clamps at the thresholds; with "residual" compensation outlier entries carry ΔX, as the xla backend has it.
         transpose: also write the values transposed.
         key: for stochastic rounding, of Threefry; elements draw what ``fp4jax.quantize`` draws for them.
+        names: mesh axes over which the entries of a row are split.
         config: tile sizes.
 
     Returns:
@@ -207,6 +215,10 @@ def quantize_rows(
     if m * n == 0:
         empty = jnp.zeros((m, n), dtype)
         return Quantized(empty, empty.T if transpose else None, jnp.ones((m,), jnp.float32))
+    if names:
+        wanted = Wanted(0, fold, None if fold is None else 0, transposed=transpose, key=key, names=names)
+        bounds = None if thresholds is None or occ is None else jnp.stack([t.reshape(()) for t in thresholds])
+        return _tiles(x, spec, (wanted,), rule, bounds, config)[0]
     if config is None:
         config = QuantizerConfig(64, 128, 4) if transpose else QuantizerConfig(1, 4096, 2)
     rows, cols = _fit(m, config.rows), _fit(n, config.cols)
@@ -267,6 +279,8 @@ class Wanted(NamedTuple):
         fold_axis: the axis it lies along.
         plain, transposed: what to write.
         key: for stochastic rounding.
+        names: inside a ``shard_map``, the mesh axes over which the entries of a scale are split: devices agree on their
+            maxima, four bytes a scale, between the two readings.
     """
 
     axis: int | None
@@ -275,6 +289,7 @@ class Wanted(NamedTuple):
     plain: bool = True
     transposed: bool = False
     key: Key | None = None
+    names: tuple[str, ...] = ()
 
 
 def quantize_tiles(
@@ -301,6 +316,18 @@ def quantize_tiles(
     """
     x = jnp.asarray(x)
     _check(x, spec, [w.key for w in wanted])
+    return _tiles(x, spec, wanted, _rule(spec), None, config)
+
+
+def _tiles(
+    x: Array,
+    spec: QuantSpec,
+    wanted: tuple[Wanted, ...],
+    rule: Rule,
+    bounds: Array | None,
+    config: QuantizerConfig | None,
+) -> list[Quantized]:
+    """``quantize_tiles``, of which ``rule`` clamps at ``bounds`` (lo and hi) where those are given."""
     m, n = x.shape
     dtype = storage(spec.format)
     if config is None:
@@ -310,19 +337,20 @@ def quantize_tiles(
     height, width = padded.shape
     grid = (height // rows, width // cols)
     streams = tuple(Stream(w.fold_axis, w.axis, w.plain, w.transposed) for w in wanted)
-    problem = Tiles(rows, cols, grid, n, _rule(spec), streams, _packed(config, rows))
+    problem = Tiles(rows, cols, grid, n, rule, streams, _packed(config, rows))
     sizes = {None: (), 0: (m,), 1: (n,)}
     if m * n == 0:
         empty = jnp.zeros((m, n), dtype)
+        ones = {axis: jnp.ones(size, jnp.float32) for axis, size in sizes.items()}
         return [
-            Quantized(
-                empty if w.plain else None, empty.T if w.transposed else None, jnp.ones(sizes[w.axis], jnp.float32)
-            )
+            Quantized(empty if w.plain else None, empty.T if w.transposed else None, ones[w.axis], ones[w.axis])
             for w in wanted
         ]
     folds = [_fold(w, padded.shape) for w in wanted]
-    scales = _known_scales(padded, spec, problem, folds, grid, config)
-    operands, outs = [padded], []
+    read = [padded] if bounds is None else [padded, bounds]
+    maxima = _maxima(read, problem, folds, config)
+    scales = [_known_scales(bits, spec, w) for bits, w in zip(maxima, wanted, strict=True)]
+    operands, outs = list(read), []
     for w, fold, found in zip(wanted, folds, scales, strict=True):
         operands += [*fold, found.reciprocal.reshape(-1), *_key_data(w.key, spec)]
         outs += [jax.ShapeDtypeStruct((height, width), dtype)] if w.plain else []
@@ -334,6 +362,7 @@ def quantize_tiles(
             _cut(next(written), m, n) if w.plain else None,
             _cut(next(written), n, m) if w.transposed else None,
             _cut(found.scale, *sizes[w.axis]),
+            _cut(found.reciprocal, *sizes[w.axis]),
         )
         for w, found in zip(wanted, scales, strict=True)
     ]
@@ -346,19 +375,22 @@ def _fold(wanted: Wanted, shape: tuple[int, ...]) -> list[Array]:
     return [jnp.pad(wanted.fold, (0, shape[wanted.fold_axis] - wanted.fold.size))]
 
 
-def _known_scales(
-    x: Array, spec: QuantSpec, problem: Tiles, folds: list[list[Array]], grid: tuple[int, int], config: QuantizerConfig
-) -> list[Scales]:
-    """Scales of each stream: maxima of tiles by a kernel, the rest by the reference's own rule."""
-    height, width = x.shape
+def _maxima(read: list[Array], problem: Tiles, folds: list[list[Array]], config: QuantizerConfig) -> list[Array]:
+    """Bits of the maxima of each stream, by scale; ``read`` is the matrix, and thresholds if any."""
+    grid, (height, width) = problem.grid, read[0].shape
     partial = {None: grid, 0: (height, grid[1]), 1: (grid[0], width)}
     maxima = triton_call(
         functools.partial(amax_kernel, problem=problem),
         [jax.ShapeDtypeStruct(partial[s.scale], jnp.int32) for s in problem.streams],
-        x, *(f for fold in folds for f in fold), name="fp4jax_amax", grid=grid, warps=config.warps,
+        *read, *(f for fold in folds for f in fold), name="fp4jax_amax", grid=grid, warps=config.warps,
     )  # fmt: skip
-    found = []
-    for bits, s in zip(maxima, problem.streams, strict=True):
-        scales = spec.scale(float_of(jnp.max(bits, axis=None if s.scale is None else 1 - s.scale)), spec.format)
-        found.append(scales._replace(scale=spec.scale.decode(scales.scale, None)))
-    return found
+    streams = zip(maxima, problem.streams, strict=True)
+    return [jnp.max(bits, axis=None if s.scale is None else 1 - s.scale) for bits, s in streams]
+
+
+def _known_scales(bits: Array, spec: QuantSpec, wanted: Wanted) -> Scales:
+    """Scales from bits of maxima, by the reference's own rule."""
+    if wanted.names:
+        bits = lax.pmax(bits, wanted.names)
+    scales = spec.scale(float_of(bits), spec.format)
+    return scales._replace(scale=spec.scale.decode(scales.scale, None))

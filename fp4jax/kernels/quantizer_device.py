@@ -328,18 +328,27 @@ def _vector(ref, axis, rows, cols):
     return ref[rows][:, None] if axis == 0 else ref[cols][None, :]
 
 
+def _bounds(refs: list, rule: Rule):
+    """The thresholds, taken off ``refs``; None where nothing is clamped."""
+    if rule.outliers == "none":
+        return None
+    ref = refs.pop(0)
+    return ref[0], ref[1]
+
+
 def tiles_kernel(*refs, problem: Tiles):
     """Quantizes a tile under given reciprocals, once for each stream.
 
     Tiles are taken from the last to the first: ``amax_kernel`` has left the last in L2.
 
-    Refs: x [m, n]; then for each stream fold (if any), r and key (if any); then for each its outputs. A NaN reciprocal
-    marks a block that is not finite.
+    Refs: x [m, n] and thresholds [2] if any; then for each stream fold (if any), r and key (if any); then for each its
+    outputs. A NaN reciprocal marks a block that is not finite.
     """
     p, refs = problem, list(refs)
     row = (p.grid[0] - 1 - pl.program_id(0)) * p.rows
     col = (p.grid[1] - 1 - pl.program_id(1)) * p.cols
     cols, x_ref = pl.ds(col, p.cols), refs.pop(0)
+    bounds = _bounds(refs, p.rule)
     draws = p.rule.rounding == "stochastic"
     operands = [
         (refs.pop(0) if s.fold is not None else None, refs.pop(0), refs.pop(0) if draws else None) for s in p.streams
@@ -354,7 +363,7 @@ def tiles_kernel(*refs, problem: Tiles):
             r = r_ref[0] if stream.scale is None else _vector(r_ref, stream.scale, rows, cols)
             finite = (bits_of(r) & _MAGNITUDE) < _INFINITY
             noise = noise_tile(key_ref, row + j, col, x.shape, p.width, p.packed)
-            values = p.rule.quantize(value, r, finite, noise=noise)
+            values = p.rule.quantize(value, r, finite, bounds, noise)
             if plain_ref is not None:
                 plain_ref[rows, cols] = values.astype(plain_ref.dtype)
             if transposed_ref is not None:
@@ -365,14 +374,16 @@ def tiles_kernel(*refs, problem: Tiles):
 
 
 def amax_kernel(*refs, problem: Tiles):
-    """Bits of amax of a tile for each stream.
+    """Bits of amax of a tile for each stream; with outliers, which only rows have, that of the clamped tile.
 
-    Outputs: [row tiles, col tiles] for a scale a tensor, [m, col tiles] for one a row, [row tiles, n] for one a column.
+    Refs: x [m, n] and thresholds [2] if any; the folds that there are. Outputs: [row tiles, col tiles] for a scale a
+    tensor, [m, col tiles] for one a row, [row tiles, n] for one a column.
     """
     p, refs = problem, list(refs)
     i, j = pl.program_id(0), pl.program_id(1)
     rows, cols = pl.ds(i * p.rows, p.rows), pl.ds(j * p.cols, p.cols)
     x = as_float32(refs.pop(0)[rows, cols])
+    bounds = _bounds(refs, p.rule)
     folds = [refs.pop(0) if s.fold is not None else None for s in p.streams]
     for stream, fold_ref, out_ref in zip(p.streams, folds, refs, strict=True):
         value = x if fold_ref is None else x * _vector(fold_ref, stream.fold, rows, cols)
@@ -380,6 +391,8 @@ def amax_kernel(*refs, problem: Tiles):
         match stream.scale:
             case None:
                 out_ref[i, j] = jnp.max(bits)
+            case 0 if bounds is not None:
+                out_ref[rows, j] = Extremes.none(p.rows, p.rule).including(value).amax(bounds, p.rule)
             case 0:
                 out_ref[rows, j] = jnp.max(bits, axis=1)
             case 1:

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax._src.pallas.triton import lowering as triton_lowering
+from jax.sharding import PartitionSpec as P
 
 import fp4jax
 from fp4jax import kernels
@@ -92,3 +93,22 @@ def test_quantizers_and_quantile(shape):
         lower(lambda x: order_statistics(x, (0, 1)), x),
     ]
     assert all("triton" in text for text in texts)
+
+
+def test_a_quantizer_whose_devices_agree_on_scales():
+    device = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
+    mesh = jax.sharding.AbstractMesh((2,), ("d",), (jax.sharding.AxisType.Explicit,), abstract_device=device)
+    bounds = jnp.float32(-1), jnp.float32(1)
+
+    def local(x):
+        rows = quantize_rows(x, E2M1, thresholds=bounds, occ=fp4jax.OCC(), transpose=True, names=("d",))
+        tensor, columns = quantize_tiles(x, E5M2, (Wanted(None, names=("d",)), Wanted(1, None, None, False, True)))
+        return rows.values, tensor.values, columns.transposed
+
+    with jax.sharding.use_abstract_mesh(mesh):
+        split = P(None, "d")
+        f = jax.shard_map(local, in_specs=split, out_specs=(split, split, P("d")), check_vma=False)
+        x = jax.ShapeDtypeStruct((512, 11008), jnp.bfloat16, sharding=jax.sharding.NamedSharding(mesh, split))
+        text = jax.jit(f).trace(x).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("xla.gpu.triton") == 4
+    assert text.count("all_reduce") == 2

@@ -1,10 +1,13 @@
 """The fused quantizers, interpreted on the CPU, against the reference: every bit of values, transposes and scales."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from assembly import run_assembly
+from jax.sharding import PartitionSpec as P
 
 import fp4jax
 from fp4jax import kernels
@@ -18,6 +21,7 @@ from fp4jax.outliers import thresholds
 
 SMALL = QuantizerConfig(rows=8, cols=32)
 PACKED = QuantizerConfig(rows=8, cols=32, packed=4)
+RNG = np.random.default_rng(5)
 GRADIENT = fp4jax.QuantSpec(fp4jax.E5M2, fp4jax.PerTensor())
 
 
@@ -197,6 +201,54 @@ def test_tiles_write_a_gradient_twice_and_a_weight_by_column(packed):
     same(third.values, want.values)
     same(third.transposed, want.values.T)
     same(third.scale, want.scale[0])
+
+
+def over_devices(f, specs, outs, *args):
+    """``f`` on eight devices, each with its part."""
+    mesh = jax.make_mesh((8,), ("d",), (jax.sharding.AxisType.Auto,))
+    with kernels.interpret():
+        return jax.jit(jax.shard_map(f, mesh=mesh, in_specs=specs, out_specs=outs, check_vma=False))(*args)
+
+
+@pytest.mark.parametrize("compensation", ["residual", "none", None])
+def test_devices_that_split_rows_agree_on_their_scales(compensation):
+    """A NaN that one of them sees makes the row NaN for all."""
+    x, spec = tensor((40, 96), jnp.bfloat16), fp4jax.QuantSpec(fp4jax.E2M1)
+    occ = None if compensation is None else fp4jax.OCC(0.9, compensation=compensation)
+    bounds = None if occ is None else thresholds(jnp.where(jnp.isfinite(x), x, 1), occ, (-1,))
+
+    def local(x, bounds):
+        got = quantize_rows(x, spec, thresholds=bounds, occ=occ, transpose=True, names=("d",), config=SMALL)
+        return got.values, got.transposed, got.scale
+
+    values, transposed, scale = over_devices(local, (P(None, "d"), P()), (P(None, "d"), P("d"), P()), x, bounds)
+    with kernels.interpret():
+        want = quantize_rows(x, spec, thresholds=bounds, occ=occ, transpose=True, config=SMALL)
+    same(values, want.values)
+    same(transposed, want.transposed)
+    same(scale, want.scale)
+    assert np.isnan(scale).sum() == 2
+
+
+def test_devices_agree_on_the_scales_of_a_gradient_and_of_columns():
+    """So a split gradient is quantized both ways as a whole one, and a weight whose contraction is split."""
+    x, rng = jnp.where(jnp.isfinite(tensor((40, 24), jnp.bfloat16)), tensor((40, 24), jnp.bfloat16), 1), RNG
+    row, col = (jnp.asarray(rng.uniform(0.1, 3, n), jnp.float32) for n in x.shape)
+
+    def local(names, x, row, col):
+        wanted = (
+            Wanted(None, col, 1, names=names),
+            Wanted(None, row, 0, plain=False, transposed=True, names=names),
+            Wanted(1, transposed=True, names=names),
+        )
+        first, second, third = quantize_tiles(x, GRADIENT, wanted, config=QuantizerConfig(8, 32))
+        return first[::2], second[1:3], third[:3]
+
+    parts = (P("d"), P()), (P(None, "d"), P()), (P("d"), P(None, "d"), P())
+    got = over_devices(functools.partial(local, ("d",)), (P("d"), P("d"), P()), parts, x, row, col)
+    with kernels.interpret():
+        want = local((), x, row, col)
+    jax.tree.map(same, got, want)
 
 
 @pytest.mark.parametrize("numerator", [6.0, 448.0, 57344.0, 16.0])
