@@ -90,8 +90,11 @@ def dot_general(
     """
     prepared = {"lhs": lhs, "rhs": rhs}
     prepared = {side: operand for side, operand in prepared.items() if isinstance(operand, Prepared)}
-    lhs, rhs = (operand.array if isinstance(operand, Prepared) else operand for operand in (lhs, rhs))
-    lhs, rhs = _checked("lhs", lhs), _checked("rhs", rhs)
+    for side, operand in prepared.items():
+        if operand.array is None:
+            raise ValueError(f"{side} was prepared and is without its array; put it behind one by with_array")
+    arrays: list[Any] = [operand.array if isinstance(operand, Prepared) else operand for operand in (lhs, rhs)]
+    lhs, rhs = _checked("lhs", arrays[0]), _checked("rhs", arrays[1])
     out_dtype = jnp.dtype(preferred_element_type or recipe.output_dtype or lhs.dtype)
     if not recipe.quantizes:
         check_name(backend)
@@ -126,6 +129,8 @@ def dot_general(
             )
         backend = operand.backend
         quantized[side] = operand.quantized
+        if side == "rhs" and call.rhs_sharding is not None:
+            quantized[side] = BACKENDS[backend].reshard_rhs(operand.quantized, call.rhs_axis, call.rhs_sharding)
     call = dataclasses.replace(call, backend=choose(backend, call))
     return _dot(lhs, rhs, quantized.get("lhs"), quantized.get("rhs"), key, call)
 
@@ -137,8 +142,10 @@ def _checked(name: str, operand: Array) -> Array:
     return operand
 
 
-def _need_key(recipe: Recipe, key: Key | None) -> None:
-    if recipe.needs_key and key is None:
+def _need_key(recipe: Recipe, key: Key | None, side: str | None = None) -> None:
+    spec = {"lhs": recipe.activation_spec, "rhs": recipe.weight_spec}.get(side or "")
+    draws = recipe.needs_key if side is None else spec is not None and spec.needs_key
+    if draws and key is None:
         raise ValueError(
             f"recipe {recipe.name!r} rounds stochastically and key=None; pass key=jax.random.key(...) "
             "(fp4jax.nn layers draw theirs from rngs)"
@@ -152,7 +159,7 @@ def _prepare(
     if not recipe.quantizes:
         check_name(backend)
         return array
-    _need_key(recipe, key)
+    _need_key(recipe, key, side)
     axes = normalize_axis(axis, array.ndim)
     contract, other = tuple(a + array.ndim for a in axes), tuple(range(len(axes)))
     # The backend is chosen for a plain product: a matrix on the other side, contracted in this order and split alike.
@@ -191,8 +198,8 @@ def prepare_lhs(
         lhs: the activation, as ``dot_general`` takes it.
         axis: the contraction axis, or a tuple of them.
         recipe: that of all the products. Products under another recipe need an operand of their own.
-        key: PRNG key, compulsory if ``recipe.needs_key``. The products share its noise on this operand, and draw that
-            of their other operands from the keys they are given.
+        key: PRNG key, compulsory if this operand is rounded stochastically. The products share its noise on this
+            operand, and draw that of their other operands from the keys they are given.
         backend: name of a backend; None takes the best that supports a product of ``lhs`` with a matrix.
 
     Returns:
@@ -302,8 +309,9 @@ def share_lhs(lhs: Array, products: Sequence[Any], axis: Axis = -1) -> list[Arra
 
     Args:
         lhs: the activation.
-        products: what multiplies it: ``DotGeneral`` objects share by recipe and backend; whatever else there is, such
-            as ``jax.lax.dot_general`` or a product with a noise stream of its own, is given the array.
+        products: what multiplies it: ``DotGeneral`` objects share by recipe and backend, and so do modules that have
+            one as their attribute ``dot``; whatever else there is, such as ``jax.lax.dot_general``, and whatever rounds
+            stochastically, with noise of its own, is given the array.
         axis: the contraction axis, or a tuple of them.
 
     Returns:
@@ -316,6 +324,7 @@ def share_lhs(lhs: Array, products: Sequence[Any], axis: Axis = -1) -> list[Arra
         >>> type(query).__name__, query is key, type(gate).__name__
         ('Prepared', True, 'ArrayImpl')
     """
-    counts = Counter(p for p in products if isinstance(p, DotGeneral) and not p.recipe.needs_key)
+    dots = [getattr(product, "dot", product) for product in products]
+    counts = Counter(dot for dot in dots if isinstance(dot, DotGeneral) and not dot.recipe.needs_key)
     shared = {dot: dot.prepare_lhs(lhs, axis) for dot, count in counts.items() if count > 1}
-    return [shared.get(p, lhs) if isinstance(p, DotGeneral) else lhs for p in products]
+    return [shared.get(dot, lhs) if isinstance(dot, DotGeneral) else lhs for dot in dots]

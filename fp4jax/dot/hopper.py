@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 # Pallas takes a second to import, so functions import the kernels when they are called.
 
-quantize_lhs, quantize_rhs = operands.quantize_lhs, operands.quantize_rhs
+quantize_lhs, quantize_rhs, reshard_rhs = operands.quantize_lhs, operands.quantize_rhs, operands.reshard_rhs
 
 
 @functools.partial(

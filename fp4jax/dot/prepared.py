@@ -28,7 +28,7 @@ class Prepared:
     It is a pytree: it passes through jit, scan, remat and vmap. Made by ``DotGeneral.prepare_lhs`` and ``prepare_rhs``.
 
     Attributes:
-        array: the activation or the weight; where gradients go.
+        array: the activation or the weight; where gradients go. None in what ``without_array`` returns.
         quantized: what the backend made of it; a pytree that is the backend's business.
         side: ``"lhs"`` or ``"rhs"``.
         recipe: what it was quantized by.
@@ -36,7 +36,7 @@ class Prepared:
         backend: the backend that made it, and that will run the products.
     """
 
-    array: Array
+    array: Any
     quantized: Any
     side: str
     recipe: Recipe
@@ -66,17 +66,22 @@ class Prepared:
             prepared = dot.prepare_rhs(w)
             loss = lambda w, x: dot(x, prepared.with_array(w), dims).sum()
 
-        Whether ``array`` holds the numbers that were prepared cannot be checked: that is the caller's word.
+        Whether ``array`` holds the numbers that were prepared cannot be checked: that is the caller's word. On an
+        Explicit mesh it may be split otherwise; the quantized values follow it, at a byte or two each.
 
         Raises:
             ValueError: for another shape or dtype.
         """
-        if array.shape != self.shape or array.dtype != self.dtype:
+        if self.array is not None and (array.shape != self.shape or array.dtype != self.dtype):
             raise ValueError(
                 f"array is {array.dtype}{list(array.shape)}; this {self.side} was prepared from "
                 f"{self.dtype}{list(self.shape)}"
             )
         return dataclasses.replace(self, array=array)
+
+    def without_array(self) -> "Prepared":
+        """The quantized values alone, to be kept beside the array and joined by ``with_array``."""
+        return dataclasses.replace(self, array=None)
 
     def check(self, side: str, call: Call) -> None:
         """Raises ValueError unless it fits this side of ``call``."""

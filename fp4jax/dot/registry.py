@@ -2,6 +2,8 @@
 
 from typing import Any, Protocol
 
+from jax.sharding import NamedSharding
+
 from fp4jax.dot import hopper, xla
 from fp4jax.dot.call import Call
 from fp4jax.recipe import Recipe
@@ -21,6 +23,10 @@ class Backend(Protocol):
 
     def quantize_rhs(self, rhs: Array, recipe: Recipe, axis: tuple[int, ...], key: Key | None) -> Any:
         """What fprop and dgrad need of the weight, contracted along ``axis`` (negative); a pytree."""
+        ...
+
+    def reshard_rhs(self, quantized: Any, axis: tuple[int, ...], sharding: NamedSharding) -> Any:
+        """What ``quantize_rhs`` returned, split over an Explicit mesh like a weight of this sharding."""
         ...
 
     def fprop(self, lhs: Array, rhs: Array, x: Any, w: Any, key: Key | None, call: Call) -> tuple[Array, Any]:

@@ -54,12 +54,14 @@ class Quantized(NamedTuple):
         operand: what fprop multiplies.
         kept, kept_scale: values at a byte each and their scale, for the backward product that reuses them, else None.
         delta: ΔX of sparse compensation, float32, or None.
+        reciprocal: r of a weight with an estimator, where its scales leave the sum, else None.
     """
 
     operand: Operand
     kept: Array | None
     kept_scale: Array | None
-    delta: Array | None
+    delta: Array | None = None
+    reciprocal: Array | None = None
 
 
 @jax.tree_util.register_pytree_node_class
@@ -74,6 +76,7 @@ class Residuals:
     rhs_values: Any = None
     rhs_scale: Any = None
     delta: Any = None  # ΔX of sparse compensation
+    rhs_reciprocal: Any = None
     key: Any = None
 
     def tree_flatten(self):
@@ -236,11 +239,17 @@ def _gathered(rhs: Array, lhs: Array, dnums: DimensionNumbers) -> Array:
     for axis, entry in enumerate(entries):
         if axis not in (*contract, *batch) and taken & set(names_of(entry)):
             entries[axis] = None
-    whole = NamedSharding(mine.mesh, PartitionSpec(*entries))
-    if rhs.dtype != jnp.bfloat16 or tuple(entries) == tuple(mine.spec):
-        return jax.sharding.reshard(rhs, whole)
+    return _reshard(rhs, entries, mine)
+
+
+def _reshard(x: Array, entries: list[Any], like: NamedSharding) -> Array:
+    """``x`` split over these axes of the mesh of ``like``."""
+    whole = NamedSharding(like.mesh, PartitionSpec(*entries))
+    own = explicit_sharding(x)
+    if x.dtype != jnp.bfloat16 or (own is not None and tuple(entries) == tuple(own.spec)):
+        return jax.sharding.reshard(x, whole)
     # As bits, since XLA's CPU code widens collectives of bfloat16.
-    bits = jax.sharding.reshard(lax.bitcast_convert_type(rhs, jnp.uint16), whole)
+    bits = jax.sharding.reshard(lax.bitcast_convert_type(x, jnp.uint16), whole)
     return lax.bitcast_convert_type(bits, jnp.bfloat16)
 
 
@@ -278,7 +287,21 @@ def quantize_rhs(rhs: Array, recipe: Recipe, axis: tuple[int, ...], key: Key | N
     if isinstance(recipe.dgrad.rhs, Reuse):
         kept = _keep(values, spec.format, RHS_NAME)
         kept_scale = checkpoint_name(operand.scale, RHS_NAME)
-    return Quantized(operand, kept, kept_scale, None)
+    reciprocal = None
+    if spec.granularity.leaves_the_sum and not recipe.weight_estimator.is_identity:
+        reciprocal = checkpoint_name(scales.reciprocal, RHS_NAME)
+    return Quantized(operand, kept, kept_scale, reciprocal=reciprocal)
+
+
+def reshard_rhs(quantized: Quantized | None, axis: tuple[int, ...], sharding: NamedSharding) -> Quantized | None:
+    """``quantized`` split like a weight of this sharding; a scale along the axes that have one each."""
+    del axis
+
+    def split(x: Array) -> Array:
+        spec = [*sharding.spec, *(None,) * (x.ndim - len(sharding.spec))]
+        return _reshard(x, [None if size == 1 else entry for size, entry in zip(x.shape, spec, strict=True)], sharding)
+
+    return jax.tree.map(split, quantized)
 
 
 def fprop(
@@ -292,7 +315,7 @@ def fprop(
     if x is None or x.kept is None or not recipe.activation_estimator.is_identity:
         kept["lhs"] = lhs
     if w is not None:
-        kept["rhs_values"], kept["rhs_scale"] = w.kept, w.kept_scale
+        kept["rhs_values"], kept["rhs_scale"], kept["rhs_reciprocal"] = w.kept, w.kept_scale, w.reciprocal
     if w is None or w.kept is None or not recipe.weight_estimator.is_identity:
         kept["rhs"] = rhs
     lhs_operand = _high(lhs, call) if x is None else x.operand
@@ -384,6 +407,12 @@ def wgrad(residuals: Residuals, g: Array, call: Call) -> Array:
     out = restore(out, geometry.wgrad_axes)
     if not recipe.weight_estimator.is_identity:
         assert recipe.weight_spec is not None  # a recipe with a weight estimator has one
-        axis = _negative(geometry.rhs_contract, geometry.rhs_ndim)
-        out = out * gradient_factor(residuals.rhs, recipe.weight_spec, axis, recipe.weight_estimator)
+        spec = recipe.weight_spec
+        if residuals.rhs_reciprocal is None:
+            axis = _negative(geometry.rhs_contract, geometry.rhs_ndim)
+            factor = gradient_factor(residuals.rhs, spec, axis, recipe.weight_estimator)
+        else:
+            u = multiply(as_float32(residuals.rhs), residuals.rhs_reciprocal)
+            factor = recipe.weight_estimator.factor(u, spec.format)
+        out = out * factor
     return out.astype(call.rhs_dtype)

@@ -100,4 +100,5 @@ LAYERS[Head] = LayerKind(
     lambda head: (head.in_features, head.out_features),
     wrap=_wide_unless_quantized,
     promotes=False,
+    contraction=lambda head: (0,),
 )

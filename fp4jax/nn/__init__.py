@@ -13,9 +13,14 @@ from fp4jax.nn.einsum import einsum as einsum
 from fp4jax.nn.layers import LAYERS as LAYERS
 from fp4jax.nn.layers import LayerKind as LayerKind
 from fp4jax.nn.linear import Linear as Linear
+from fp4jax.nn.prepared import PreparedWeights as PreparedWeights
+from fp4jax.nn.prepared import prepare_weights as prepare_weights
+from fp4jax.nn.prepared import use_prepared as use_prepared
 from fp4jax.nn.product import KeepKernelDtype as KeepKernelDtype
 from fp4jax.nn.product import KeyedDotGeneral as KeyedDotGeneral
 from fp4jax.nn.product import NoiseStream as NoiseStream
+from fp4jax.nn.product import PreparedDotGeneral as PreparedDotGeneral
+from fp4jax.nn.product import QuantizedWeight as QuantizedWeight
 from fp4jax.nn.product import set_noise_step as set_noise_step
 from fp4jax.nn.report import LayerReport as LayerReport
 from fp4jax.nn.report import ModelReport as ModelReport

@@ -27,6 +27,8 @@ class LayerKind:
         wrap: makes of a `dot_general` what the attribute holds.
         promotes: whether the layer casts its operands by an attribute `promote_dtype`, which must leave the kernel
             alone.
+        contraction: the axes of the kernel of one layer that its product sums over, in the product's order, so that
+            `prepare_weights` can quantize the kernel before the layer is called; None where that cannot be told.
     """
 
     product: str
@@ -34,6 +36,7 @@ class LayerKind:
     kernel_shape: Callable[[Any], tuple[int, ...]]
     wrap: Callable[[Any], Any] = lambda dot: dot
     promotes: bool = True
+    contraction: Callable[[Any], tuple[int, ...] | None] = lambda layer: None
 
     def dot_general(self, layer: nnx.Module) -> Any:
         """The product of `layer`: a `DotGeneral`, `KeyedDotGeneral`, …, or None if it follows no recipe of ours."""
@@ -42,14 +45,38 @@ class LayerKind:
         return held if isinstance(held, DotGeneral | nnx.Module) else None
 
 
+def _einsum_contraction(layer: Any) -> tuple[int, ...] | None:
+    """The indices that both operands have and the result has not; None for a kernel with axes written as "..."."""
+    operands, _, out = layer.einsum_str.replace(" ", "").partition("->")
+    lhs, _, rhs = operands.partition(",")
+    return None if "." in rhs else tuple(rhs.index(i) for i in lhs if i in rhs and i not in out)
+
+
+def _general_contraction(layer: Any) -> tuple[int, ...]:
+    batch = len(layer.batch_axis)
+    return tuple(range(batch, batch + len(layer.in_features)))
+
+
 LAYERS: dict[type[nnx.Module], LayerKind] = {
-    nnx.Linear: LayerKind("dot_general", (lax.dot_general,), lambda layer: (layer.in_features, layer.out_features)),
+    nnx.Linear: LayerKind(
+        "dot_general",
+        (lax.dot_general,),
+        lambda layer: (layer.in_features, layer.out_features),
+        contraction=lambda layer: (0,),
+    ),
     nnx.LinearGeneral: LayerKind(
         "dot_general",
         (None, lax.dot_general),
         lambda layer: (*layer.batch_axis.values(), *layer.in_features, *layer.out_features),
+        contraction=_general_contraction,
     ),
-    nnx.Einsum: LayerKind("einsum_op", (jnp.einsum,), lambda layer: tuple(layer.kernel_shape), wrap=DotEinsum),
+    nnx.Einsum: LayerKind(
+        "einsum_op",
+        (jnp.einsum,),
+        lambda layer: tuple(layer.kernel_shape),
+        wrap=DotEinsum,
+        contraction=_einsum_contraction,
+    ),
 }
 """The layers that can follow a recipe, their subclasses included: those of `fp4jax.nn` are subclasses of Flax's."""
 

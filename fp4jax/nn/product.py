@@ -9,7 +9,7 @@ from flax import nnx
 from flax.nnx.nn.dtypes import promote_dtype
 from jax.typing import DTypeLike
 
-from fp4jax.dot import DotGeneral
+from fp4jax.dot import DotGeneral, Prepared
 from fp4jax.recipe import Recipe
 
 
@@ -107,6 +107,36 @@ class KeyedDotGeneral(nnx.Module):
         """`jax.lax.dot_general` under the recipe, with the next key of the stream."""
         key = self.stream(advance=not self.deterministic)
         return self.dot(lhs, rhs, dimension_numbers, precision, preferred_element_type, out_sharding, key=key)
+
+
+class QuantizedWeight(nnx.Variable):
+    """What a backend made of a kernel: a function of it, and so neither a parameter nor part of a checkpoint."""
+
+
+class PreparedDotGeneral(nnx.Module):
+    """A `dot_general` whose right operand was quantized beforehand; `prepare_weights` puts it into layers.
+
+    It gives the numbers of `product`, forward and backward, as long as it is called with the kernel that was prepared:
+    gradients go to the operand it is called with.
+
+    Args:
+        product: the product without preparation.
+        weight: from `DotGeneral.prepare_rhs`; for stacked layers, a stack of them.
+    """
+
+    def __init__(self, product: DotGeneral | KeyedDotGeneral, weight: Prepared):
+        self.product = nnx.data(product) if isinstance(product, nnx.Module) else product
+        self.weight = QuantizedWeight(weight.without_array())
+
+    @property
+    def dot(self) -> DotGeneral:
+        """The product and its recipe, without preparation and without noise."""
+        return self.product.dot if isinstance(self.product, KeyedDotGeneral) else self.product
+
+    def __call__(self, lhs: Any, rhs: jax.Array, dimension_numbers: Any, *args: Any, **options: Any) -> jax.Array:
+        """`jax.lax.dot_general` under the recipe; `rhs` is the kernel that was prepared."""
+        weight = self.weight.get_value().with_array(rhs)
+        return self.product(lhs, weight, dimension_numbers, *args, **options)
 
 
 def set_noise_step(model: nnx.Module, step: jax.Array | int) -> None:

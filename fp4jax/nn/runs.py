@@ -10,7 +10,7 @@ from flax import nnx
 
 from fp4jax.dot import DotGeneral
 from fp4jax.nn.layers import find_layers, install
-from fp4jax.nn.product import KeyedDotGeneral, NoiseStream
+from fp4jax.nn.product import KeyedDotGeneral, NoiseStream, QuantizedWeight
 from fp4jax.recipe import Recipe
 
 
@@ -119,7 +119,7 @@ def join_runs[M: nnx.Module](blocks: M, parts: Sequence[M]) -> None:
     """
     if len(parts) == 1 and parts[0] is blocks:
         return
-    changing = nnx.All(nnx.Not(nnx.Param), nnx.Not(nnx.RngKey))
+    changing = nnx.All(nnx.Not(nnx.Param), nnx.Not(nnx.RngKey), nnx.Not(QuantizedWeight))
     whole = dict(nnx.to_flat_state(nnx.state(blocks, changing)))
     pieces = [dict(nnx.to_flat_state(nnx.state(part, changing))) for part in parts]
     sizes = [jax.tree.leaves(nnx.state(part, nnx.Param))[0].shape[0] for part in parts]

@@ -28,16 +28,31 @@ type Gradient = Callable[..., tuple[jax.Array, Any]]
 """(params, noise, tokens [b, t + 1], step) -> (loss, gradient)."""
 
 
-def accumulated_gradient(loss_fn: Callable[..., jax.Array], accumulate: int) -> Gradient:
-    """Loss and gradient of `loss_fn(params, noise, tokens, noise_step)`, averaged over `accumulate` microbatches."""
+def nothing_prepared(params: Any, noise: Any) -> dict[str, Any]:
+    """For `loss_fn`: each microbatch quantizes its weights."""
+    del params, noise
+    return {}
+
+
+def accumulated_gradient(
+    loss_fn: Callable[..., jax.Array], accumulate: int, prepare: Callable[..., Any] = nothing_prepared
+) -> Gradient:
+    """Loss and gradient, averaged over microbatches.
+
+    Args:
+        loss_fn: (params, noise, tokens, noise_step, prepared) -> loss.
+        accumulate: number of microbatches.
+        prepare: (params, noise) -> prepared: what all microbatches share. Nothing is differentiated through it.
+    """
 
     def gradient(params: Any, noise: Any, tokens: jax.Array, step: jax.Array) -> tuple[jax.Array, Any]:
         if accumulate == 1:
-            return jax.value_and_grad(loss_fn)(params, noise, tokens, step)
+            return jax.value_and_grad(loss_fn)(params, noise, tokens, step, {})
+        prepared = prepare(params, noise)
 
         def add(total, part):
             number, rows = part
-            one = jax.value_and_grad(loss_fn)(params, noise, rows, step * accumulate + number)
+            one = jax.value_and_grad(loss_fn)(params, noise, rows, step * accumulate + number, prepared)
             return jax.tree.map(lambda a, b: a + b.astype(jnp.float32), total, one), None
 
         # The zeros are made of what they are added to: its sharding is part of its type.
@@ -49,7 +64,12 @@ def accumulated_gradient(loss_fn: Callable[..., jax.Array], accumulate: int) -> 
     return gradient
 
 
-def reduced_gradient(loss_fn: Callable[..., jax.Array], accumulate: int, reduction: str) -> Gradient:
+def reduced_gradient(
+    loss_fn: Callable[..., jax.Array],
+    accumulate: int,
+    reduction: str,
+    prepare: Callable[..., Any] = nothing_prepared,
+) -> Gradient:
     """`accumulated_gradient`, its mean over the mesh axis "data" sent in another dtype.
 
     Args:
@@ -57,12 +77,13 @@ def reduced_gradient(loss_fn: Callable[..., jax.Array], accumulate: int, reducti
         accumulate: number of microbatches.
         reduction: "float32" leaves it to the products. "bfloat16" rounds each device's gradient and adds in bfloat16.
             "fp8" is `fp4jax.parallel.fp8_mean`: one byte an element on the wire, summed in float32.
+        prepare: as in `accumulated_gradient`.
 
     Returns:
         A function that must be traced under a mesh with the axis "data", unless reduction is "float32".
     """
     if reduction == "float32":
-        return accumulated_gradient(loss_fn, accumulate)
+        return accumulated_gradient(loss_fn, accumulate, prepare)
 
     def reduced(params: Any, noise: Any, tokens: jax.Array, step: jax.Array) -> tuple[jax.Array, Any]:
         mesh = jax.sharding.get_abstract_mesh()
@@ -70,7 +91,7 @@ def reduced_gradient(loss_fn: Callable[..., jax.Array], accumulate: int, reducti
 
         def local(params, noise, tokens, step):
             # The device's share of the whole batch's loss: backward then quantizes what one device would.
-            share = accumulated_gradient(lambda *args: loss_fn(*args) / devices, accumulate)
+            share = accumulated_gradient(lambda *args: loss_fn(*args) / devices, accumulate, prepare)
             loss, g = share(params, noise, tokens, step)
             return lax.psum(loss, DATA), jax.tree.map(lambda x: x[None], g)
 

@@ -6,6 +6,7 @@ Nothing here knows of files, flags or devices: `jax.jit` compiles a step, `jax.v
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -14,7 +15,7 @@ import optax
 from flax import nnx
 
 from fp4jax.models import cross_entropy, token_nll
-from fp4jax.nn import set_noise_step
+from fp4jax.nn import PreparedWeights, prepare_weights, set_noise_step, use_prepared
 from fp4jax.train.gradient import reduced_gradient
 
 METRICS = ("loss", "grad_norm", "clipped", "skipped", "learning_rate")
@@ -80,11 +81,21 @@ class Architecture:
         _, params, noise = nnx.split(model, nnx.Param, ...)
         return nnx.to_pure_dict(params), nnx.to_pure_dict(noise)
 
-    def merge(self, params: Params, noise: Params, noise_step: jax.Array | int) -> nnx.Module:
-        """The model, its noise pinned to `noise_step`."""
+    def merge(
+        self,
+        params: Params,
+        noise: Params,
+        noise_step: jax.Array | int,
+        prepared: PreparedWeights = MappingProxyType({}),
+    ) -> nnx.Module:
+        """The model, its noise pinned to `noise_step`, with weights that `prepare` has quantized, if any."""
         model = nnx.merge(self.graphdef, params, noise)
         set_noise_step(model, noise_step)
-        return model
+        return use_prepared(model, prepared)
+
+    def prepare(self, params: Params, noise: Params) -> PreparedWeights:
+        """The weights, quantized once for several calls: see `fp4jax.nn.prepare_weights`."""
+        return prepare_weights(nnx.merge(self.graphdef, params, noise))
 
 
 def _axis_names(variable: nnx.Variable) -> tuple[str | None, ...]:
@@ -131,7 +142,8 @@ def make_train_step(
         g = 1/A · Σ_a ∇ loss(params, microbatch a)      in float32
         params, opt_state = update(g) if loss and |g| are finite, else as they were
 
-    The noise of stochastic recipes is a function of (seed, step, microbatch). Compile it with the state donated.
+    The noise of stochastic recipes is a function of (seed, step, microbatch). Weights that are rounded to nearest are
+    quantized once a step, for all microbatches (`fp4jax.nn.prepare_weights`). Compile it with the state donated.
 
     Args:
         architecture: the model.
@@ -146,11 +158,13 @@ def make_train_step(
         1), `learning_rate`.
     """
 
-    def loss_fn(params: Params, noise: Params, tokens: jax.Array, noise_step: jax.Array) -> jax.Array:
-        logits = architecture.merge(params, noise, noise_step)(tokens[:, :-1])
+    def loss_fn(
+        params: Params, noise: Params, tokens: jax.Array, noise_step: jax.Array, prepared: PreparedWeights
+    ) -> jax.Array:
+        logits = architecture.merge(params, noise, noise_step, prepared)(tokens[:, :-1])
         return cross_entropy(logits, tokens[:, 1:])
 
-    mean_gradient = reduced_gradient(loss_fn, accumulate, reduction)
+    mean_gradient = reduced_gradient(loss_fn, accumulate, reduction, architecture.prepare)
 
     def step(state: TrainState, tokens: jax.Array) -> tuple[TrainState, Metrics]:
         loss, gradient = mean_gradient(state.params, state.noise, tokens, state.step)

@@ -169,8 +169,8 @@ def test_the_xla_backend_runs_the_same_layouts(layout):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_codes_and_sums_are_those_of_one_device(layout):
-    # The exact quantile takes long to interpret; that of the fully sharded layout is over data too.
-    recipe = fp4jax.recipes.fp4(alpha=0.9 if layout == "fully sharded" else None)
+    # The exact quantile takes long to interpret. The row-parallel layout is split over all devices, rows and columns.
+    recipe = fp4jax.recipes.fp4(alpha=0.9 if layout == "row-parallel" else None)
     results, text = on_mesh(recipe, LAYOUTS[layout])
     for got, want, spec in zip(results, one_device(recipe), (LAYOUTS[layout][2], *LAYOUTS[layout][:2]), strict=True):
         assert got.sharding.is_equivalent_to(NamedSharding(got.sharding.mesh, spec), 2)
@@ -184,6 +184,22 @@ def test_one_scale_a_tensor_is_shared_by_all_devices():
     for got, want in zip(results, one_device(recipe), strict=True):
         np.testing.assert_array_equal(np.asarray(got), np.asarray(want))
     assert not gathered(text)
+
+
+@pytest.mark.parametrize("recipe", [fp4jax.recipes.fp4(alpha=None), fp4jax.recipes.fp4_direct()], ids=lambda r: r.name)
+def test_kernels_quantize_every_operand_of_every_layout(recipe):
+    """None is left to XLA, whose maxima would be of float32 matrices."""
+    mesh = jax.make_mesh((2, 2), ("data", "tensor"))
+    for layout in LAYOUTS.values():
+        operands = [
+            jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=NamedSharding(mesh, s))
+            for a, s in zip((X, W, G), layout, strict=True)
+        ]
+        with jax.set_mesh(mesh), kernels.interpret():
+            f = functools.partial(value_and_gradients, backend="hopper", recipe=recipe, out_sharding=layout[2])
+            text = str(jax.make_jaxpr(f)(*operands))
+        assert len(re.findall(r"name=fp4jax_quantize\w+", text)) == 4  # X, W, and dY for either gradient
+        assert not re.search(r"f32\[\d*\] = reduce_max", text)
 
 
 def test_several_axes_of_tokens_may_be_split():
@@ -202,6 +218,26 @@ def test_prepared_operands_keep_their_sharding():
         x, w = (jax.device_put(a, NamedSharding(mesh, s)) for a, s in zip((X, W), LAYOUTS["row-parallel"][:2]))
         y = jax.jit(lambda x, w: dot(dot.prepare_lhs(x), dot.prepare_rhs(w), MATMUL))(x, w)
     np.testing.assert_array_equal(np.asarray(y), np.asarray(one_device(recipe)[0]))
+
+
+@pytest.mark.parametrize("backend", ["hopper", "xla"])
+def test_a_prepared_weight_follows_its_array(backend):
+    """A weight prepared in parts is gathered after that, a byte or two a value, where its array was gathered."""
+    recipe, mesh = fp4jax.recipes.fp4(alpha=None), jax.make_mesh((2, 2), ("data", "tensor"))
+    dot = fp4jax.DotGeneral(recipe, backend)
+
+    def step(x, w, g):
+        prepared = dot.prepare_rhs(w)
+        whole = lambda w: jax.sharding.reshard(w, NamedSharding(mesh, P("tensor", None)))
+        y, vjp = jax.vjp(lambda x, w: dot(x, prepared.with_array(whole(w)), MATMUL, out_sharding=P("data", None)), x, w)
+        return y, *vjp(g)
+
+    with jax.set_mesh(mesh), kernels.interpret():
+        specs = P("data", "tensor"), P("tensor", "data"), P("data", None)
+        operands = (jax.device_put(a, NamedSharding(mesh, s)) for a, s in zip((X, W, G), specs, strict=True))
+        results = jax.jit(step)(*operands)
+    for got, want in zip(results, one_device(recipe), strict=True):
+        np.testing.assert_array_equal(np.asarray(got), np.asarray(want))
 
 
 def test_sizes_and_backend_are_listed():

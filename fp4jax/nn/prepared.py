@@ -1,0 +1,99 @@
+"""Weights quantized once, for all the calls that share them: the microbatches of a step."""
+
+from collections.abc import Mapping
+
+import jax
+from flax import nnx
+from jax import lax
+
+from fp4jax.dot import DotGeneral, Prepared
+from fp4jax.nn.layers import Found, find_layers, install
+from fp4jax.nn.product import KeyedDotGeneral, PreparedDotGeneral
+
+type PreparedWeights = Mapping[str, Prepared]
+"""Quantized kernels by the paths of their layers; a pytree. From `prepare_weights`, for `use_prepared`."""
+
+
+def prepare_weights(model: nnx.Module) -> PreparedWeights:
+    """Quantize the kernel of every linear layer of `model` as its recipe says, to be used by `use_prepared`.
+
+    A step that accumulates gradients prepares the weights once and uses them in all its microbatches. Losses and
+    gradients keep every bit: the estimator's factor is applied to the weight itself, in each microbatch. The values
+    cost memory as long as they are used: two bytes a weight on the "hopper" backend, up to three on "xla", and a scale
+    a vector.
+
+    Layers that quantize in each call, as before, are those whose recipe rounds weights stochastically, so that each
+    call draws its own noise; stacked layers whose blocks follow different recipes; layers whose row in `LAYERS` does
+    not say what their product contracts.
+
+    Args:
+        model: the model, its parameters those of the step.
+
+    Returns:
+        Quantized kernels by path. Nothing is differentiated through them.
+
+    Example:
+        >>> recipe = fp4jax.recipes.fp4()
+        >>> model = nnx.Sequential(*(fp4jax.nn.Linear(8, 8, recipe=recipe, rngs=nnx.Rngs(i)) for i in range(2)))
+        >>> prepared = prepare_weights(model)
+        >>> sorted(prepared)
+        ['layers.0', 'layers.1']
+        >>> graphdef, params = nnx.split(model)
+        >>> @jax.grad
+        ... def gradient(params, x):
+        ...     return use_prepared(nnx.merge(graphdef, params), prepared)(x).sum()
+        >>> gradient(params, jnp.ones((2, 8))).layers[0].kernel.shape
+        (8, 8)
+    """
+    prepared = {}
+    for found in find_layers(model):
+        axes = _contraction(found)
+        if axes is not None:
+            prepared[found.path] = _prepare(_dot(found.product), found.kernel[...], axes, len(found.stack))
+    return prepared
+
+
+def use_prepared[M: nnx.Module](model: M, prepared: PreparedWeights) -> M:
+    """Let the layers of `model` use weights quantized beforehand, in place, and return the model.
+
+    Args:
+        model: a model like the one that was prepared, such as one merged inside a function to differentiate. That its
+            kernels hold the numbers that were prepared is the caller's word.
+        prepared: from `prepare_weights`.
+
+    Raises:
+        ValueError: a path of `prepared` names no layer that it fits.
+    """
+    layers = {found.path: found for found in find_layers(model)}
+    for path, weight in prepared.items():
+        found = layers.get(path)
+        if found is None or _contraction(found) is None or _dot(found.product).recipe != weight.recipe:
+            raise ValueError(
+                f"prepared has a weight for {path!r} under recipe {weight.recipe.name!r}, and the model no such layer; "
+                "prepare the weights of a model of the same structure and recipes"
+            )
+        install(found, PreparedDotGeneral(found.product, weight), weight.recipe)
+    return model
+
+
+def _dot(product: DotGeneral | KeyedDotGeneral) -> DotGeneral:
+    return product.dot if isinstance(product, KeyedDotGeneral) else product
+
+
+def _contraction(found: Found) -> tuple[int, ...] | None:
+    """The axes along which the layer's kernel is quantized, negative; None for one that is not prepared."""
+    if found.kind is None or found.kernel is None or not isinstance(found.product, DotGeneral | KeyedDotGeneral):
+        return None
+    spec, axes = _dot(found.product).recipe.weight_spec, found.kind.contraction(found.module)
+    if spec is None or spec.needs_key or not axes:
+        return None
+    return tuple(axis - len(found.kind.kernel_shape(found.module)) for axis in axes)
+
+
+def _prepare(dot: DotGeneral, kernel: jax.Array, axes: tuple[int, ...], stacked: int) -> Prepared:
+    """One layer after another, so that what is only needed on the way is that of one."""
+    if stacked:
+        return lax.map(lambda kernel: _prepare(dot, kernel, axes, stacked - 1), kernel)
+    prepared = dot.prepare_rhs(kernel, axes)
+    assert isinstance(prepared, Prepared)  # since the recipe quantizes weights
+    return prepared.without_array()

@@ -1,0 +1,74 @@
+"""`prepare_weights` on layers of every kind: the numbers of the plain model, and what it refuses."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import fp4jax
+from fp4jax.nn import Einsum, Linear, prepare_weights, quantize_model, use_prepared
+
+FP4 = fp4jax.recipes.fp4(alpha=None)
+X = jnp.asarray(np.random.default_rng(0).normal(size=(4, 16)), jnp.float32)
+
+
+class Mixed(nnx.Module):
+    """[b, 16] -> [b, 8] by a layer that makes two axes, one that contracts both, one with "...", and a plain one."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.heads = nnx.LinearGeneral(16, (4, 8), rngs=rngs)
+        self.join = Einsum("bhd,hdf->bf", (4, 8, 16), rngs=rngs)
+        self.dots = Einsum("bd,d...->b...", (16, 16), rngs=rngs)
+        self.last = nnx.Linear(16, 8, rngs=rngs)
+
+    def __call__(self, x):
+        return self.last(self.dots(self.join(self.heads(x))))
+
+
+NOISY_E5M2 = fp4jax.QuantSpec(fp4jax.E5M2, fp4jax.PerTensor(), rounding=fp4jax.STOCHASTIC)
+NOISY = dataclasses.replace(
+    FP4,
+    name="noisy",
+    dgrad=fp4jax.Gemm(NOISY_E5M2, fp4jax.REUSE),
+    wgrad=fp4jax.Gemm(fp4jax.REUSE, NOISY_E5M2),
+)
+"""Its weights are rounded to nearest, its gradients stochastically."""
+
+
+def model() -> nnx.Module:
+    mixed = quantize_model(Mixed(nnx.Rngs(0)), [("last", NOISY), (".*", FP4)], rngs=nnx.Rngs(noise=0))
+    mixed.eval()  # so that the noise is that of one call, every time
+    return mixed
+
+
+def test_every_kind_of_layer_gives_the_numbers_of_the_plain_one():
+    graphdef, params, noise = nnx.split(model(), nnx.Param, ...)
+    prepared = prepare_weights(model())
+    assert set(prepared) == {"heads", "join", "last"}  # which axes "..." stands for is known in the call only
+
+    def loss(params, noise, prepared):
+        return jnp.sum(jnp.square(use_prepared(nnx.merge(graphdef, params, noise), prepared)(X)))
+
+    got, want = (jax.jit(jax.value_and_grad(loss))(params, noise, p) for p in (prepared, {}))
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_weights_of_another_model_are_refused():
+    prepared = prepare_weights(model())
+    with pytest.raises(ValueError, match=r"prepared has a weight for 'heads' under recipe 'fp4', and the model no"):
+        use_prepared(quantize_model(model(), [(".*", fp4jax.recipes.fp8())]), prepared)
+    with pytest.raises(ValueError, match="prepared has a weight for 'heads'"):
+        use_prepared(Linear(16, 16, recipe=FP4, rngs=nnx.Rngs(0)), prepared)
+
+
+def test_what_was_prepared_needs_its_array():
+    dot = fp4jax.DotGeneral(FP4)
+    weight: Any = dot.prepare_rhs(jnp.ones((16, 8)))
+    weight = weight.without_array()
+    with pytest.raises(ValueError, match="rhs was prepared and is without its array; put it behind one by with_array"):
+        dot(X, weight, (((1,), (0,)), ((), ())))
