@@ -51,6 +51,30 @@ def seconds_a_step(step: Callable, state: Any, batch: Array, *, iterations: int)
     return statistics.median(times[2:])
 
 
+def program_bytes(compiled: jax.stages.Compiled) -> int:
+    """Bytes that a device holds while it runs a program: arguments, results that do not replace them, and the rest.
+
+    Raises:
+        RuntimeError: on a device that does not tell.
+    """
+    held = compiled.memory_analysis()
+    if held is None:
+        raise RuntimeError(f"{jax.default_backend()} does not tell what memory a program takes")
+    return (
+        held.argument_size_in_bytes
+        + held.output_size_in_bytes
+        - held.alias_size_in_bytes
+        + held.temp_size_in_bytes
+        + held.generated_code_size_in_bytes
+    )
+
+
+def peak_bytes() -> int | None:
+    """Bytes that the first device has held at most since this process began; None where it does not count them."""
+    stats = jax.local_devices()[0].memory_stats()
+    return None if stats is None else stats.get("peak_bytes_in_use")
+
+
 def _wall(call: Callable[[], Any]) -> float:
     start = time.perf_counter()
     jax.block_until_ready(call())

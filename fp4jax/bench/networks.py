@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -13,28 +13,34 @@ from jax import lax
 
 from fp4jax.bench.baselines import QWIX, compiled, flax_fp8_layer, qwix, qwix_model
 from fp4jax.bench.config import BenchConfig
-from fp4jax.bench.measure import Peaks, normal, seconds, seconds_a_step
-from fp4jax.bench.report import Result, Row
+from fp4jax.bench.measure import Peaks, normal, peak_bytes, program_bytes, seconds, seconds_a_step
+from fp4jax.bench.report import Bar, Bars, Result, Row
 from fp4jax.dot import dot_general
 from fp4jax.models import MODELS, Llama, LlamaConfig, count_parameters
 from fp4jax.nn import default_rules
 from fp4jax.train.config import OptimizerOptions
 from fp4jax.train.naming import parse_recipe
 from fp4jax.train.optimizer import make_optimizer, make_schedule
-from fp4jax.train.step import Architecture, make_init, make_train_step
+from fp4jax.train.step import Architecture, TrainState, make_init, make_train_step
 from fp4jax.typing import Array
 
 _DIMENSIONS = (((1,), (0,)), ((), ()))
 
 
-def layers(config: BenchConfig, peaks: Peaks) -> Iterator[Result]:
+def layers(config: BenchConfig, peaks: Peaks) -> Iterator[Result | Bars]:
     """Y = X W and both gradients, every cast counted: X in BF16, W in float32."""
-    model, m = MODELS[config.sizes[0]], config.tokens
-    for k, n in ((model.embed_dim, model.mlp_dim), (model.embed_dim, model.embed_dim)):
+    model, m, bars = MODELS[config.sizes[0]], config.tokens, []
+    for k, n, aim in ((model.embed_dim, model.mlp_dim, 1.6), (model.embed_dim, model.embed_dim, 1.35)):
         rows = tuple(_layer_rows(config, m, k, n))
-        yield Result(
+        result = Result(
             f"linear layer [{m}, {k}] → {n}, forward and backward", rows, 6.0 * m * k * n, "FLOP", peaks.fp8,
         )  # fmt: skip
+        yield result
+        bars += [
+            Bar(f"{recipe} over XLA BF16, {k} → {n}", result.ratio(f"fp4jax {recipe}"), aim)
+            for recipe in config.recipes
+        ]
+    yield Bars("linear layer: aims", tuple(bars))
 
 
 def _layer_rows(config: BenchConfig, m: int, k: int, n: int) -> Iterator[Row]:
@@ -66,8 +72,55 @@ def _layer_rows(config: BenchConfig, m: int, k: int, n: int) -> Iterator[Row]:
             yield Row("Qwix FP8", timed(both(lambda x, s: nnx.merge(graphdef, s)(x)), x, state, g))
 
 
-def steps(config: BenchConfig, peaks: Peaks | None) -> Iterator[Result]:
-    """A train step of LLaMA: forward, backward, clipping and AdamW in float32."""
+NOMINAL = 990e12
+"""FLOP/s of an H200 in BF16, by its data sheet."""
+
+
+def steps(config: BenchConfig, peaks: Peaks | None) -> Iterator[Result | Bars]:
+    """A train step of LLaMA: forward, backward, clipping and AdamW in float32. The table comes anew with every row."""
+    model, batch = step_inputs(config)
+    tokens = batch.shape[0] * (batch.shape[1] - 1)
+    operations = step_operations(model, batch.shape[1] - 1) * tokens
+    rows, notes, result = [], [], None
+    if config.baselines and qwix() is None:
+        notes.append("Qwix is not installed.")
+    if peaks is None:
+        notes.append("On this device the four bits are emulated: the same values as on a GPU, at the price of time.")
+    for name, create in models(config, model, batch[:, :-1]).items():
+        step, state = compiled_step(create, batch)
+        time = seconds_a_step(step, state, batch, iterations=config.iterations)
+        rows.append(Row(name, time, program_bytes(step), peak_bytes()))
+        del state
+        if peaks is not None and len(rows) == 1:
+            share = operations / time / peaks.bfloat16
+            notes.append(f"BF16 runs at {100 * share:.0f} % of the BF16 peak, {peaks.bfloat16 / 1e12:.0f} TFLOP/s.")
+        result = Result(step_title(config, "train step"), tuple(rows), float(tokens), "tokens", notes=tuple(notes))
+        yield result
+    if peaks is None or result is None:
+        return
+    first, recipes = result.rows[0], [f"fp4jax {recipe}" for recipe in config.recipes]
+    assert first.memory is not None
+    yield Bars(
+        "train step: aims",
+        (
+            Bar("BF16, share of 990 TFLOP/s", operations / first.seconds / NOMINAL, 0.45),
+            *(Bar(f"{name} over BF16", result.ratio(name), 1.3) for name in recipes),
+            *(
+                Bar(f"{row.name}, peak memory over BF16", (row.memory or 0) / first.memory, 1.0, least=False)
+                for row in result.rows
+                if row.name in recipes
+            ),
+        ),
+    )
+
+
+def step_title(config: BenchConfig, what: str) -> str:
+    """What of which step."""
+    return f"{what} of {config.model}, {config.batch_size} × {config.seq_len} tokens, remat {config.remat}"
+
+
+def step_inputs(config: BenchConfig) -> tuple[LlamaConfig, Array]:
+    """The model of a step, and its tokens [b, t + 1]."""
     assert config.model is not None
     assert config.seq_len is not None
     model = dataclasses.replace(
@@ -76,21 +129,8 @@ def steps(config: BenchConfig, peaks: Peaks | None) -> Iterator[Result]:
         remat=config.remat,
     )
     rng = np.random.default_rng(0)
-    batch = jnp.asarray(rng.integers(0, model.vocab_size, (config.batch_size, config.seq_len + 1)), jnp.int32)
-    rows, notes = [], []
-    for name, create in _models(config, model, batch[:, :-1]).items():
-        rows.append(Row(name, _step_seconds(create, batch, config.iterations)))
-    tokens = config.batch_size * config.seq_len
-    operations = step_operations(model, config.seq_len) * tokens
-    if config.baselines and qwix() is None:
-        notes.append("Qwix is not installed.")
-    if peaks is not None:
-        share = operations / rows[0].seconds / peaks.bfloat16
-        notes.append(f"BF16 runs at {100 * share:.0f} % of the BF16 peak, {peaks.bfloat16 / 1e12:.0f} TFLOP/s.")
-    else:
-        notes.append("On this device the four bits are emulated: the same values as on a GPU, at the price of time.")
-    title = f"train step of {config.model}, {config.batch_size} × {config.seq_len} tokens, remat {config.remat}"
-    yield Result(title, tuple(rows), float(tokens), "tokens", notes=tuple(notes))
+    batch = rng.integers(0, model.vocab_size, (config.batch_size, config.seq_len + 1))
+    return model, jnp.asarray(batch, jnp.int32)
 
 
 def step_operations(model: LlamaConfig, seq_len: int) -> float:
@@ -102,7 +142,7 @@ def step_operations(model: LlamaConfig, seq_len: int) -> float:
     return 6.0 * multiplied + 6.0 * model.num_layers * model.num_heads * model.head_dim * seq_len
 
 
-def _models(config: BenchConfig, model: LlamaConfig, tokens: Array) -> dict[str, Callable[[nnx.Rngs], nnx.Module]]:
+def models(config: BenchConfig, model: LlamaConfig, tokens: Array) -> dict[str, Callable[[nnx.Rngs], nnx.Module]]:
     """How to create each model, the BF16 baseline first."""
 
     def under(recipe: str) -> Callable[[nnx.Rngs], nnx.Module]:
@@ -122,10 +162,14 @@ def _with_qwix(module: Any, model: LlamaConfig, rule: Any, tokens: Array, rngs: 
     return qwix_model(module, Llama(model, rngs=rngs), rule, "embed|head", tokens[:1])
 
 
-def _step_seconds(create: Callable[[nnx.Rngs], nnx.Module], batch: Array, iterations: int) -> float:
+def compiled_step(
+    create: Callable[[nnx.Rngs], nnx.Module], batch: Array, compiler_options: Mapping[str, Any] | None = None
+) -> tuple[jax.stages.Compiled, TrainState]:
+    """The train step of a model, which donates its state, and a state."""
     options = OptimizerOptions(learning_rate=1e-4)
     optimizer = make_optimizer(options, steps=1000)
     architecture = Architecture(create)
     step = make_train_step(architecture, optimizer, make_schedule(options, 1000), clip_norm=options.clip_norm)
     state = jax.jit(make_init(architecture, optimizer))(0)
-    return seconds_a_step(jax.jit(step, donate_argnums=0), state, batch, iterations=iterations)
+    lowered = jax.jit(step, donate_argnums=0).lower(state, batch)
+    return lowered.compile(compiler_options=None if compiler_options is None else dict(compiler_options)), state

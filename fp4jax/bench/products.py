@@ -1,10 +1,11 @@
 """Products of LLaMA's linear layers, and the tuner of their configurations."""
 
+import dataclasses
 import datetime
 import functools
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import jax
@@ -13,43 +14,92 @@ import jax.numpy as jnp
 from fp4jax.bench.baselines import fp8_operand, xla_bfloat16, xla_fp8, xla_fp8_vectors
 from fp4jax.bench.config import BenchConfig
 from fp4jax.bench.measure import Peaks, environment, normal, seconds
-from fp4jax.bench.report import Result, Row
+from fp4jax.bench.report import Bar, Bars, Result, Row
 from fp4jax.kernels import GemmConfig, gemm, scaled_matmul
 from fp4jax.models import MODELS
 
 type Shape = tuple[int, int, int, str]
 
+WGRAD = "weight gradient"
+BFLOAT16, FP8, VECTORS = "XLA BF16", "XLA FP8, a scale a tensor", "XLA FP8, vector scales"
+OURS, BARE = "fp4jax", "fp4jax, not promoted"
+
 
 def shapes(config: BenchConfig) -> dict[str, Shape]:
-    """m, n, k and the dtype of the result of the products in a block: forward, and a weight gradient."""
-    found = {}
+    """m, n, k and the dtype of the result of the products in a block.
+
+    Forward ones are also those of dgrad: of the query with itself, of up with down. Weight gradients contract tokens,
+    and are needed at the largest number of them only.
+    """
+    forward, backward = {}, {}
     for size in config.sizes:
-        model, m = MODELS[size], config.tokens
-        d, h = model.embed_dim, model.mlp_dim
-        found |= {
-            f"{size} attention": (m, d, d, "bfloat16"),
-            f"{size} up": (m, h, d, "bfloat16"),
-            f"{size} down": (m, d, h, "bfloat16"),
-            f"{size} up, weight gradient": (d, h, m, "float32"),
+        d, h = MODELS[size].embed_dim, MODELS[size].mlp_dim
+        for m in config.product_tokens:
+            forward |= {
+                f"{size} attention, m = {m}": (m, d, d, "bfloat16"),
+                f"{size} up, m = {m}": (m, h, d, "bfloat16"),
+                f"{size} down, m = {m}": (m, d, h, "bfloat16"),
+            }
+        m = max(config.product_tokens)
+        backward |= {
+            f"{size} attention, {WGRAD}": (d, d, m, "float32"),
+            f"{size} up, {WGRAD}": (d, h, m, "float32"),
+            f"{size} down, {WGRAD}": (h, d, m, "float32"),
         }
-    return found
+    return forward | backward
 
 
-def products(config: BenchConfig, peaks: Peaks) -> Iterator[Result]:
-    """A table a shape, and one of geometric means."""
-    ratios: dict[str, list[float]] = {}
+def products(config: BenchConfig, peaks: Peaks) -> Iterator[Result | Bars]:
+    """A table a shape; then geometric means, and what was aimed at, which come anew with every shape."""
+    found: dict[str, Result] = {}
     for name, shape in shapes(config).items():
         m, n, k, dtype = shape
-        result = Result(
+        found[name] = Result(
             f"{name}: [{m}, {k}] · [{k}, {n}], {dtype} out", tuple(_rows(config, shape)), 2.0 * m * n * k, "FLOP",
             peaks.fp8,
         )  # fmt: skip
-        for row in result.rows:
-            ratios.setdefault(row.name, []).append(result.rows[0].seconds / row.seconds)
-        yield result
-    first = next(iter(ratios))
-    means = tuple(Row(name, math.exp(-sum(map(math.log, of)) / len(of))) for name, of in ratios.items())
-    yield Result(f"geometric mean over {len(ratios[first])} shapes", means, 1.0, "")
+        yield found[name]
+    forward = [result for name, result in found.items() if WGRAD not in name]
+    backward = [result for name, result in found.items() if WGRAD in name]
+    for what, results in (("products forward", forward), ("weight gradients", backward)):
+        if not results:
+            continue
+        names = [row.name for row in results[0].rows]
+        means = tuple(
+            Row(name, geometric_mean([r.row(name).seconds / r.rows[0].seconds for r in results])) for name in names
+        )
+        yield Result(f"geometric mean over {len(results)} {what}", means, 1.0, "")
+        yield aims(what, results)
+
+
+def aims(what: str, results: Sequence[Result]) -> Bars:
+    """What the product was meant to reach, over several shapes."""
+
+    def over(name: str) -> list[float] | None:
+        if any(row.name == name for row in results[0].rows):
+            return [r.row(name).seconds / r.row(OURS).seconds for r in results]
+        return None
+
+    def mean(name: str) -> float | None:
+        ratios = over(name)
+        return None if ratios is None else geometric_mean(ratios)
+
+    bfloat16 = over(BFLOAT16)
+    return Bars(
+        f"{what}: aims",
+        (
+            Bar("over cuBLASLt FP8, one scale a tensor, geometric mean", mean(FP8), 0.97),
+            Bar("over XLA FP8 with vector scales, geometric mean", mean(VECTORS), 1.15),
+            Bar("over XLA BF16, geometric mean", mean(BFLOAT16), 1.8),
+            Bar("over XLA BF16, worst shape", None if bfloat16 is None else min(bfloat16), 1.5),
+            Bar("price of promotion, worst shape, %", 100 * (max(1 / r for r in over(BARE) or ()) - 1), 5, least=False),
+        ),
+    )
+
+
+def geometric_mean(ratios: Sequence[float]) -> float:
+    """(Π ratios)^(1/n)."""
+    return math.exp(sum(map(math.log, ratios)) / len(ratios))
 
 
 def _rows(config: BenchConfig, shape: Shape) -> Iterator[Row]:
@@ -58,10 +108,10 @@ def _rows(config: BenchConfig, shape: Shape) -> Iterator[Row]:
     half, quick = jnp.bfloat16(0.5), config.quick_baselines
     timed = functools.partial(seconds, iterations=config.iterations)
     if config.baselines:
-        yield Row("XLA BF16", timed(xla_bfloat16(dtype, quick=quick), normal((m, k)), normal((n, k), seed=1)))
-        yield Row("XLA FP8, a scale a tensor", timed(xla_fp8(dtype, quick=quick), lhs, rhs, half))
-        yield Row("XLA FP8, vector scales", timed(xla_fp8_vectors(dtype, quick=quick), lhs, rhs, half, *ones))
-    for label, promote in (("fp4jax", gemm.PROMOTE), ("fp4jax, not promoted", None)):
+        yield Row(BFLOAT16, timed(xla_bfloat16(dtype, quick=quick), normal((m, k)), normal((n, k), seed=1)))
+        yield Row(FP8, timed(xla_fp8(dtype, quick=quick), lhs, rhs, half))
+        yield Row(VECTORS, timed(xla_fp8_vectors(dtype, quick=quick), lhs, rhs, half, *ones))
+    for label, promote in ((OURS, gemm.PROMOTE), (BARE, None)):
         product = functools.partial(scaled_matmul, out_dtype=jnp.dtype(dtype), promote=promote)
         yield Row(label, timed(product, lhs, rhs, *ones))
 
@@ -86,7 +136,7 @@ def candidates(dtype: str) -> list[tuple[GemmConfig, int | None]]:
 def tune(config: BenchConfig, peaks: Peaks) -> Iterator[Result]:
     """Every candidate at every shape; the fastest go to a file beside ``--out``, as ``fp4jax.kernels`` reads them."""
     entries = []
-    for name, (m, n, k, dtype) in shapes(config).items():
+    for name, (m, n, k, dtype) in shapes(dataclasses.replace(config, product_tokens=(config.tokens,))).items():
         lhs, rhs, ones = fp8_operand((m, k)), fp8_operand((n, k), seed=1), (jnp.ones(m), jnp.ones(n))
         rows, best = [], {}
         for candidate, promote in candidates(dtype):

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from fp4jax.bench.config import BenchConfig
 from fp4jax.bench.measure import Peaks, normal, seconds
-from fp4jax.bench.report import Result, Row
+from fp4jax.bench.report import Bar, Bars, Result, Row
 from fp4jax.formats import E2M1, E5M2
 from fp4jax.kernels import Wanted, order_statistics, quantize_rows, quantize_tiles
 from fp4jax.models import MODELS
@@ -21,10 +21,16 @@ SPEC, NOISY, GRADIENT = QuantSpec(E2M1), QuantSpec(E2M1, rounding=STOCHASTIC), Q
 BOUNDS = (-2.3, 2.3)
 
 
-def quantizers(config: BenchConfig, peaks: Peaks) -> Iterator[Result]:
+def quantizers(config: BenchConfig, peaks: Peaks) -> Iterator[Result | Bars]:
     """A table for each number of bytes that must move; the first row is the floor that a copy sets."""
+    bars = []
     for n in dict.fromkeys(d for size in config.sizes for d in (MODELS[size].embed_dim, MODELS[size].mlp_dim)):
-        yield from _of_width(config, peaks, n)
+        for result, aim in zip(_of_width(config, peaks, n), (1.35, 1.5, None), strict=True):
+            yield result
+            if aim is not None:
+                rows, floor = result.row("rows").seconds, result.rows[0].seconds
+                bars.append(Bar(f"{result.title}: rows, over the floor", rows / floor, aim, least=False))
+    yield Bars("quantizers: aims", tuple(bars))
 
 
 def _of_width(config: BenchConfig, peaks: Peaks, n: int) -> Iterator[Result]:
@@ -53,9 +59,9 @@ def _of_width(config: BenchConfig, peaks: Peaks, n: int) -> Iterator[Result]:
     yield _table(config, peaks, title, 6 * k * n, weight, normal((k, n), jnp.float32))
 
 
-def quantile(config: BenchConfig, peaks: Peaks) -> Iterator[Result]:
+def quantile(config: BenchConfig, peaks: Peaks) -> Iterator[Result | Bars]:
     """Both thresholds of OCC at α = .99, of normal and of heavy-tailed values."""
-    m, n = config.tokens, MODELS[config.sizes[0]].embed_dim
+    m, n, bars = config.tokens, MODELS[config.sizes[0]].embed_dim, []
     ranks, occ = (int((1 - 0.99) * m * n), int(0.99 * m * n)), OCC()
     heavy = jax.random.t(jax.random.key(0), 2.0, (m, n), jnp.float32)
     for name, x in (
@@ -69,7 +75,10 @@ def quantile(config: BenchConfig, peaks: Peaks) -> Iterator[Result]:
                 "xla backend, exact": lambda x: thresholds(x, occ, (-1,)),
                 "xla backend, sampled": lambda x: thresholds(x, OCC(quantile="sampled"), (-1,)),
             }
-        yield _table(config, peaks, f"quantiles of [{m}, {n}] {name}", x.nbytes, functions, x)
+        result = _table(config, peaks, f"quantiles of [{m}, {n}] {name}", x.nbytes, functions, x)
+        yield result
+        bars.append(Bar(f"{result.title}, µs", 1e6 * result.row("fp4jax, exact").seconds, 100, least=False))
+    yield Bars("exact quantile: aims", tuple(bars))
 
 
 def _table(config: BenchConfig, peaks: Peaks, title: str, bytes_: int, functions, x, notes=()) -> Result:

@@ -11,10 +11,10 @@ import pytest
 from rich.console import Console
 
 from fp4jax import cli, kernels
-from fp4jax.bench import baselines, networks, products, quantizers
+from fp4jax.bench import baselines, networks, products, quantizers, run
 from fp4jax.bench.config import BenchConfig
 from fp4jax.bench.measure import Peaks
-from fp4jax.bench.report import Result, Row
+from fp4jax.bench.report import Bars, Result, Row
 from fp4jax.kernels import GemmConfig, gemm
 from fp4jax.models import MODELS, LlamaConfig
 from fp4jax.train.errors import ConfigError
@@ -45,8 +45,9 @@ def test_a_step_on_the_cpu_is_timed_and_written(tmp_path, monkeypatch, capsys):
     assert {"command", "date", "hardware", "versions", "settings", "peaks", "tables"} <= set(record)
     rows = record["tables"][0]["rows"]
     assert [row["name"] for row in rows] == ["BF16", "fp4jax fp4"]
-    assert all(row["microseconds"] > 0 for row in rows)
+    assert all(row["microseconds"] > 0 and row["peak_bytes"] > 0 for row in rows)
     assert rows[0]["ratio_to_first"] == 1
+    assert "peak GB" in shown
 
 
 def test_help_and_errors(capsys, tmp_path):
@@ -54,11 +55,13 @@ def test_help_and_errors(capsys, tmp_path):
         cli.main(["bench", "--help"])
     assert "--tables" in capsys.readouterr().out
     cases = {
-        ("--tables", "products"): "tables: products needs an H100 or H200, and this is 'cpu'; here only step",
+        ("--tables", "products"): "tables: products needs an H100 or H200, and this is 'cpu'; here only step, profile",
         ("--model", "9b"): "model '9b' is unknown; choose from tiny",
         ("--recipes", "fp5"): "fp5",
         ("--iterations", "0"): "iterations=0 must be at least 1",
         ("--seq-len", "0"): "seq_len=0 must be at least 1",
+        ("--product-tokens", "8", "0"): "product_tokens=(8, 0) must each be at least 1",
+        ("--budget", "0"): "budget=0.0 must be above 0 seconds",
         ("--out", str(tmp_path / "none" / "b.json")): "its folder does not exist",
     }
     for flags, message in cases.items():
@@ -70,7 +73,7 @@ def test_gpu_defaults_are_all_tables(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(kernels, "is_hopper", lambda: True)
     config = BenchConfig().resolved()
-    assert config.tables == ("products", "quantizers", "quantile", "layer", "step")
+    assert config.tables == ("quantizers", "quantile", "layer", "products", "step")
     assert (config.model, config.seq_len) == ("1.3b", 2048)
     with pytest.raises(ConfigError, match="tokens=0 must be at least 1"):
         BenchConfig(tokens=0).resolved()
@@ -84,15 +87,21 @@ def tiny_7b(monkeypatch):
 
 def test_kernel_tables_run_interpreted(tiny_7b):
     with kernels.interpret():
-        found = [*itertools.islice(quantizers.quantizers(tiny_7b, PEAKS), 2)]
-    assert [row.name for row in found[0].rows] == ["floor", "rows", "rows, outliers carried"]
-    assert found[1].rows[0].seconds == pytest.approx(4 * 40 * 32 / 1e12)
+        first, second = itertools.islice(quantizers.quantizers(tiny_7b, PEAKS), 2)
+    assert isinstance(first, Result)
+    assert isinstance(second, Result)
+    assert [row.name for row in first.rows] == ["floor", "rows", "rows, outliers carried"]
+    assert second.rows[0].seconds == pytest.approx(4 * 40 * 32 / 1e12)
 
 
 def test_products_and_their_mean(tiny_7b, monkeypatch):
     monkeypatch.setattr(products, "shapes", lambda config: {"one": (40, 24, 32, "bfloat16")})
     with kernels.interpret():
-        one, mean = products.products(tiny_7b, PEAKS)
+        one, mean, aims = products.products(tiny_7b, PEAKS)
+    assert isinstance(one, Result)
+    assert isinstance(mean, Result)
+    assert isinstance(aims, Bars)
+    assert [bar.passed for bar in aims.bars[:4]] == [None] * 4  # there is nothing to compare with
     assert [row.name for row in one.rows] == ["fp4jax", "fp4jax, not promoted"]
     assert mean.json()["rows"][1]["ratio_to_first"] == pytest.approx(one.json()["rows"][1]["ratio_to_first"])
     assert "× fp4jax" in text(mean.table())
@@ -106,9 +115,25 @@ def test_layers_beside_flax(tiny_7b):
 
 
 def test_shapes_are_those_of_the_models():
-    found = products.shapes(BenchConfig(sizes=("7b",), tokens=8192))
-    assert found["7b up"] == (8192, 11008, 4096, "bfloat16")
-    assert found["7b up, weight gradient"] == (4096, 11008, 8192, "float32")
+    found = products.shapes(BenchConfig())
+    assert found["7b up, m = 8192"] == (8192, 11008, 4096, "bfloat16")
+    assert found["13b down, m = 16384"] == (16384, 5120, 13824, "bfloat16")
+    assert found["7b up, weight gradient"] == (4096, 11008, 16384, "float32")
+    assert len(found) == 2 * (2 * 3 + 3)
+
+
+def test_aims_are_means_and_the_worst():
+    def shape(bfloat16: float, fp8: float) -> Result:
+        names = (products.BFLOAT16, products.FP8, products.VECTORS, products.OURS, products.BARE)
+        times = (bfloat16, fp8, 1.2e-3, 1e-3, 0.96e-3)
+        return Result("", tuple(map(Row, names, times)), 1.0, "FLOP")
+
+    bars = products.aims("products", [shape(2e-3, 0.9e-3), shape(1.4e-3, 1.1e-3)]).bars
+    assert [round(bar.value, 3) for bar in bars if bar.value] == [0.995, 1.2, 1.673, 1.4, 4.167]
+    assert [bar.passed for bar in bars] == [True, True, False, False, True]
+    shown = text(Bars("t", bars).table())
+    assert "short" in shown
+    assert "≤ 5" in shown
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -143,3 +168,27 @@ def test_rates_and_shares():
     assert "50" in shown  # % of peak of b
     assert "2.00" in shown
     assert result.json()["rows"][1]["a_second"] == 1e12
+
+
+def test_memory_of_a_step_is_compared():
+    result = Result("t", (Row("a", 1.0, memory=2 * 10**9), Row("b", 1.0, memory=10**9, in_use=5)), 1.0, "tokens")
+    assert "0.50" in text(result.table())
+    assert result.json()["rows"][1]["peak_bytes_in_use_so_far"] == 5
+
+
+def test_a_table_that_comes_anew_is_shown_once_and_the_budget_stops(tmp_path, monkeypatch):
+    def growing(config, peaks):
+        for n in (1, 2, 3):
+            yield Result("t", tuple(Row(f"row {i}", 1.0) for i in range(n)), 1.0, "tokens")
+
+    times = iter([0.0, 1.0, 2.0, 4.0])
+    monkeypatch.setitem(run.TABLES, "step", growing)
+    monkeypatch.setattr(run.time, "monotonic", lambda: next(times))
+    console = Console(width=120, file=io.StringIO())
+    (found,) = run.bench(BenchConfig(tables=("step",), budget=3.0, out=tmp_path / "b.json"), console)
+    assert [row["name"] for row in found.json()["rows"]] == ["row 0", "row 1"]
+    shown = console.file.getvalue()
+    assert shown.count("row 1") == 1
+    assert "budget=3.0 seconds are over: step is not complete" in shown
+    (kept,) = json.loads((tmp_path / "b.json").read_text())["tables"]
+    assert len(kept["rows"]) == 2
