@@ -90,7 +90,9 @@ def _compare(arguments: Arguments, console: Console) -> int:
 def _train(arguments: Arguments, console: Console) -> int:
     from fp4jax.train.config import TrainConfig
 
-    config = _parse(TrainConfig, "train", arguments).resolved()
+    config = _parse(TrainConfig, "train", arguments)
+    if config.init is None:  # which has to be read
+        config = config.resolved()
     from fp4jax.train.checkpoint import CheckpointError
     from fp4jax.train.job import train
     from fp4jax.train.loop import Interrupted

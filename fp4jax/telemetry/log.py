@@ -20,14 +20,17 @@ from fp4jax.packages import require
 from fp4jax.telemetry.snapshot import Snapshot
 
 FILE = "telemetry.jsonl"
+EVENTS = "telemetry"
 
 
 class Log:
     """Writes snapshots into a folder, by step.
 
     Args:
-        folder: where telemetry.jsonl and the event files go; created if absent.
+        folder: where telemetry.jsonl goes; created if absent.
         tensorboard: also write event files, by tensorboardX: the tag of a number is telemetry/<place>/<name>/<layer>.
+            They go into a folder `telemetry` beside the rows: of two event files in one folder, as the metrics of a run
+            may write another, TensorBoard reads one.
         resume_at: the step that training goes on from: rows of later steps are removed. None starts a new file.
 
     Raises:
@@ -53,7 +56,7 @@ class Log:
             _truncate(folder / FILE, resume_at)
         self._file = (folder / FILE).open("w" if resume_at is None else "a", encoding="utf-8")
         purge = None if resume_at is None else resume_at + 1
-        self._events = writers and writers.SummaryWriter(str(folder), purge_step=purge, write_to_disk=True)
+        self._events = writers and writers.SummaryWriter(str(folder / EVENTS), purge_step=purge, write_to_disk=True)
 
     def write(self, step: int, snapshot: Snapshot) -> None:
         """Append a row for each record."""

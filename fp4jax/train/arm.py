@@ -4,7 +4,7 @@ import copy
 import dataclasses
 import functools
 from collections.abc import Generator, Mapping
-from typing import Self
+from typing import Any, Self
 
 import jax
 import numpy as np
@@ -13,8 +13,9 @@ from fp4jax.models import count_parameters
 from fp4jax.train.compose import Parts
 from fp4jax.train.config import DataOptions, Settings
 from fp4jax.train.data import Batches, ByteTokenizer, Split, load, validation_batches
+from fp4jax.train.optimizer import make_optimizer
 from fp4jax.train.placement import Placement, SingleDevice
-from fp4jax.train.step import Metrics, TrainState, make_validation_step
+from fp4jax.train.step import Metrics, Params, TrainState, make_validation_step
 
 DETERMINISTIC = {"xla_allow_excess_precision": False, "xla_gpu_deterministic_ops": True}
 """XLA's flags for `--deterministic`, given to each program as it is compiled, so that the environment plays no part.
@@ -104,9 +105,20 @@ class Arm:
         validate = make_validation_step(self.architecture, len(text.sources))
         if len(seeds) > 1:
             init, step, validate = jax.vmap(init), jax.vmap(step), jax.vmap(validate, in_axes=(0, 0, None))
-        compile_ = functools.partial(jax.jit, compiler_options=dict(DETERMINISTIC) if plan.deterministic else None)
+        compile_ = self.compiled = functools.partial(
+            jax.jit, compiler_options=dict(DETERMINISTIC) if plan.deterministic else None
+        )
+        """`jax.jit` with the options of the run."""
         self.abstract_state: TrainState = self.placement.state(jax.eval_shape(init, self._seeds()))
-        self._init = compile_(init, out_shardings=jax.tree.map(lambda x: x.sharding, self.abstract_state))
+        shardings = jax.tree.map(lambda x: x.sharding, self.abstract_state)
+        self._init = compile_(init, out_shardings=shardings)
+        optimizer = make_optimizer(settings.optimizer, plan.steps)
+
+        def init_with(seed: jax.Array, params: Params) -> TrainState:
+            drawn = parts.init(seed)  # the weights among it, for which nobody asks, are not drawn once compiled
+            return dataclasses.replace(drawn, params=params, opt_state=optimizer.init(params))
+
+        self._init_with = compile_(init_with, out_shardings=shardings)
         # jax_debug_nans runs a step again, one operation at a time, and needs its arguments for it.
         self.train_step = compile_(step, donate_argnums=() if jax.config.jax_debug_nans else 0)
         self._validate = compile_(validate)
@@ -145,9 +157,19 @@ class Arm:
         """Tokens that a step predicts, over all seeds."""
         return self.plan.batch_size * self.plan.seq_len * len(self.seeds)
 
-    def init(self) -> TrainState:
-        """The state at step 0."""
-        return self._init(self._seeds())
+    def init(self, params: Params | None = None) -> TrainState:
+        """The state at step 0.
+
+        Args:
+            params: host arrays, to start from in place of drawn weights; of one seed.
+        """
+        if params is None:
+            return self._init(self._seeds())
+
+        def put(like: Any, host: np.ndarray) -> jax.Array:
+            return jax.make_array_from_callback(like.shape, like.sharding, lambda part: host[part])
+
+        return self._init_with(self._seeds(), jax.tree.map(put, self.abstract_state.params, dict(params)))
 
     def batches(self, start: int) -> Generator[jax.Array]:
         """The tokens of step `start`, `start + 1`, …, read ahead by a thread: [b, t + 1], or [S, b, t + 1]."""

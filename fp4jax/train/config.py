@@ -8,72 +8,14 @@ from __future__ import annotations
 import dataclasses
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import Any, Literal, Self
 
 from fp4jax.parallel.mesh import parse_mesh
 from fp4jax.train.data.load import DataOptions
 from fp4jax.train.errors import ConfigError
+from fp4jax.train.model_options import ModelOptions as ModelOptions
 from fp4jax.train.naming import check_choice, parse_recipe
-from fp4jax.train.presets import PRESETS
-
-if TYPE_CHECKING:
-    from fp4jax.models import LlamaConfig
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ModelOptions:
-    """Which LLaMA. Its vocabulary is that of the text."""
-
-    model: str = "tiny"
-    """Size: tiny, 30m, 60m, 125m, 400m, 1.3b, 7b or 13b. The flags below change one dimension of it."""
-    num_layers: int | None = None
-    """Transformer blocks."""
-    embed_dim: int | None = None
-    """Width of the residual stream."""
-    num_heads: int | None = None
-    """Query heads. The width of a head is embed_dim / num_heads."""
-    num_kv_heads: int | None = None
-    """Key and value heads, a divisor of num_heads. By default as many."""
-    mlp_dim: int | None = None
-    """Width of the SwiGLU. With embed_dim alone: 8/3 of it, rounded up to a multiple of 32."""
-    tie_embeddings: bool = False
-    """The head reuses the embedding table."""
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Dtype of the activations. Parameters are float32 master weights either way."""
-    remat: Literal["none", "full", "dots", "quantized"] = "none"
-    """What the backward pass recomputes to save memory (docs/model.md)."""
-
-    def build(self, vocab_size: int, seq_len: int) -> LlamaConfig:
-        """The model's configuration.
-
-        Raises:
-            ConfigError: an unknown model, or dimensions that do not fit each other.
-        """
-        from fp4jax.models import MODELS  # here, so that --help need not wait for Flax
-
-        base = MODELS[check_choice("model", self.model, MODELS)]
-        embed_dim = self.embed_dim or base.embed_dim
-        num_heads = self.num_heads or base.num_heads
-        if embed_dim % num_heads:
-            raise ConfigError(f"embed_dim={embed_dim} must be a multiple of num_heads={num_heads}")
-        mlp_dim = base.mlp_dim if self.embed_dim is None else -(-8 * embed_dim // 3 // 32) * 32
-        try:
-            return dataclasses.replace(
-                base,
-                vocab_size=vocab_size,
-                num_layers=self.num_layers or base.num_layers,
-                embed_dim=embed_dim,
-                num_heads=num_heads,
-                num_kv_heads=self.num_kv_heads or num_heads,
-                head_dim=embed_dim // num_heads,
-                mlp_dim=self.mlp_dim or mlp_dim,
-                max_seq_len=max(base.max_seq_len, seq_len),
-                tie_embeddings=self.tie_embeddings,
-                dtype=self.dtype,
-                remat=self.remat,
-            )
-        except ValueError as error:
-            raise ConfigError(f"model {self.model!r}: {error}") from error
+from fp4jax.train.presets import DEFAULT_MODEL, PRESETS
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -180,11 +122,13 @@ class Settings:
         Raises:
             ConfigError: a value out of range, or an unknown name.
         """
-        preset = PRESETS[check_choice("model", self.model.model, PRESETS)]
+        name = self.model.model or DEFAULT_MODEL
+        preset = PRESETS[check_choice("model", name, PRESETS)]
+        model = dataclasses.replace(self.model, model=name, tie_embeddings=bool(self.model.tie_embeddings))
         loop = _filled(self.loop, preset)
         if self.loop.eval_every is None and self.loop.steps is not None and self.loop.steps < preset.steps:
             loop = dataclasses.replace(loop, eval_every=max(1, min(preset.eval_every, self.loop.steps // 10)))
-        settings = dataclasses.replace(self, loop=loop, optimizer=_filled(self.optimizer, preset))
+        settings = dataclasses.replace(self, model=model, loop=loop, optimizer=_filled(self.optimizer, preset))
         _check(settings)
         return settings
 
@@ -221,6 +165,12 @@ class TrainConfig(Settings):
 
     recipe: str = "fp4"
     """A recipe that `fp4jax recipes` lists, with knobs if need be: fp4, or fp4:alpha=0.999,k=3."""
+    init: str | None = None
+    """Start from the weights, shape and tokenizer of another run, a Hugging Face folder, a .gguf file, or smollm2."""
+    init_step: int | None = None
+    """Of that run's checkpoint. By default the newest."""
+    telemetry_every: int = 0
+    """Steps between measurements of what the 4 bits do, by layer and operand (docs/telemetry.md). 0 makes none."""
     devices: DistributedOptions = dataclasses.field(default_factory=DistributedOptions)
     seed: int = 0
     """Seed of initial weights, order of the data, and rounding noise."""
@@ -230,8 +180,14 @@ class TrainConfig(Settings):
 
     def resolved(self) -> Self:
         """See `Settings.resolved`."""
+        if self.init is None and self.init_step is not None:
+            raise ConfigError(f"init_step={self.init_step} needs init=FOLDER, the run that has a checkpoint of it")
+        if self.init is not None and not self.model.is_whole:
+            from fp4jax.train.initial import follow  # here, so that --help need not wait for Flax
+
+            return follow(self).resolved()
         config = super().resolved()
-        parse_recipe(config.recipe)
+        _check_telemetry(config, parse_recipe(config.recipe).quantizes)
         _check_seed(config.seed)
         _positive("keep", config.checkpoint.keep)
         if config.checkpoint.save_every is not None:
@@ -302,12 +258,10 @@ def _filled(options: Any, preset: Any) -> Any:
 
 
 def _check(settings: Settings) -> None:
-    loop, optimizer, model = settings.loop, settings.optimizer, settings.model
+    loop, optimizer = settings.loop, settings.optimizer
     for name in ("steps", "batch_size", "seq_len", "accumulate", "eval_every"):
         _positive(name, getattr(loop, name))
-    for name in ("num_layers", "embed_dim", "num_heads", "num_kv_heads", "mlp_dim"):
-        if (value := getattr(model, name)) is not None:
-            _positive(name, value)
+    settings.model.check()
     if loop.eval_batches is not None and loop.eval_batches < 0:
         raise ConfigError(f"eval_batches={loop.eval_batches} must be positive, or 0 for the whole validation split")
     if (loop.batch_size or 0) % loop.accumulate:
@@ -351,6 +305,16 @@ def _check_devices(config: TrainConfig) -> None:
                 f"reduction={reduction!r} goes with data and one of fsdp and tensor, not with "
                 f"mesh={options.mesh!r}: take --reduction float32"
             )
+
+
+def _check_telemetry(config: TrainConfig, quantizes: bool) -> None:
+    every = config.telemetry_every
+    if every < 0:
+        raise ConfigError(f"telemetry_every={every} must be positive, or 0 to measure nothing")
+    if every > config.plan.steps:
+        raise ConfigError(f"telemetry_every={every} would measure nothing in {config.plan.steps} steps: give fewer")
+    if every and not quantizes:
+        raise ConfigError(f"telemetry_every={every}: recipe {config.recipe!r} quantizes nothing to be measured")
 
 
 _POSITIVE = (lambda value: 0 < value < math.inf, "positive and finite")

@@ -58,7 +58,7 @@ def accumulated_gradient(
         # The zeros are made of what they are added to: its sharding is part of its type.
         zeros = jax.tree.map(lambda x: jnp.zeros_like(x, jnp.float32), params)
         start = jnp.float32(0), zeros
-        total, _ = lax.scan(add, start, (jnp.arange(accumulate), _microbatches(tokens, accumulate)))
+        total, _ = lax.scan(add, start, (jnp.arange(accumulate), microbatches(tokens, accumulate)))
         return jax.tree.map(lambda x: x / accumulate, total)
 
     return gradient
@@ -162,7 +162,7 @@ REDUCTIONS = {"bfloat16": _bfloat16_sum, "fp8": _fp8_sum}
 """Sums over "data" of a tree of local gradients, inside a `shard_map` over all axes."""
 
 
-def _microbatches(tokens: jax.Array, accumulate: int) -> jax.Array:
+def microbatches(tokens: jax.Array, accumulate: int) -> jax.Array:
     """[b, t] -> [accumulate, b / accumulate, t], every accumulate-th row in one.
 
     So a batch that is split over devices keeps all of them busy in each microbatch.

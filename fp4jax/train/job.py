@@ -9,20 +9,21 @@ import jax
 from rich.console import Console
 
 from fp4jax.train import distributed
-from fp4jax.train.arm import Arm, Text
+from fp4jax.train.arm import Arm
 from fp4jax.train.checkpoint import Checkpointer, CheckpointError
 from fp4jax.train.config import CheckpointOptions, DistributedOptions, Plan, TrainConfig, to_json
 from fp4jax.train.display import Display, number
 from fp4jax.train.errors import ConfigError
+from fp4jax.train.initial import keep_tokenizer, load_text, open_initial
 from fp4jax.train.loop import Interrupted, Result, Saving, StopSignal, train_arm
+from fp4jax.train.measuring import Measuring, report_measurements
 from fp4jax.train.metrics import MetricsLog, require_tensorboard
+from fp4jax.train.model_files import TrainedModel
 from fp4jax.train.placement import Placement, make_placement
 from fp4jax.train.plots import Curves, draw_curves, require_matplotlib
-from fp4jax.train.rundir import circumstances, open_run, write_json
+from fp4jax.train.rundir import CHECKPOINTS, circumstances, open_run, write_json
 from fp4jax.train.step import TrainState
 from fp4jax.train.tables import result_table
-
-CHECKPOINTS = "checkpoints"
 
 
 def train(config: TrainConfig, console: Console) -> tuple[Path, Result]:
@@ -30,9 +31,11 @@ def train(config: TrainConfig, console: Console) -> tuple[Path, Result]:
 
         config.json       all settings, and the hash of the text
         metrics.jsonl     a row a step, and a row a validation (see `fp4jax.train.metrics`)
+        telemetry.jsonl   with `telemetry_every`: a row for each operand that was measured (see `fp4jax.telemetry`)
         events.out.*      the same for TensorBoard
         checkpoints/      the last few states
         curves.png        loss curves
+        telemetry.png     with `telemetry_every`: the last measurement
         summary.json      the result, with command, date, hardware and versions
 
     Args:
@@ -57,12 +60,13 @@ def train(config: TrainConfig, console: Console) -> tuple[Path, Result]:
     require_packages(config.plan)
     distributed.start(config.devices)
     placement = make_placement(config.devices)
+    initial = open_initial(config)
     with placement.active():
         if jax.process_count() == 1:
-            return _train(config, placement, console)
+            return _train(config, initial, placement, console)
         try:
             with distributed.Watch(orderly=(distributed.AgreedError, Interrupted)):
-                return _train(config, placement, console if distributed.is_main() else Console(quiet=True))
+                return _train(config, initial, placement, console if distributed.is_main() else Console(quiet=True))
         except (jax.errors.JaxRuntimeError, CheckpointError) as error:
             # Whatever an orderly end waits for will not come.
             distributed.leave(
@@ -71,10 +75,12 @@ def train(config: TrainConfig, console: Console) -> tuple[Path, Result]:
             )
 
 
-def _train(config: TrainConfig, placement: Placement, console: Console) -> tuple[Path, Result]:
+def _train(
+    config: TrainConfig, initial: TrainedModel | None, placement: Placement, console: Console
+) -> tuple[Path, Result]:
     """See `train`. Every process runs it; process 0 alone writes, and what it prints is seen."""
     plan, options = config.plan, config.checkpoint
-    text = Text.load(config.data)
+    text = load_text(config, initial)
     arm = Arm(config, config.recipe, (config.seed,), text, placement)
 
     def folder_of_run() -> str:
@@ -89,17 +95,26 @@ def _train(config: TrainConfig, placement: Placement, console: Console) -> tuple
     if distributed.on_main(lambda: mine) != mine:
         raise ConfigError(f"process {jax.process_index()} has other settings, or another text, than process 0")
     console.print(describe(arm, folder), highlight=False, soft_wrap=True)
+    if initial is not None:
+        console.print(f"weights of {initial.name}", highlight=False, soft_wrap=True)
+        if distributed.is_main():
+            keep_tokenizer(folder, config.data, initial)
     with Checkpointer(folder / CHECKPOINTS, keep=options.keep) as checkpointer:
-        state, start = _first_state(arm, checkpointer, options, console)
+        state, start = _first_state(arm, initial, checkpointer, options, console)
+        del initial  # the host may hold its weights no longer
         metadata = {"settings": to_json(config), "corpus": text.fingerprint}
         saving = Saving(checkpointer, options.save_every or max(1, plan.steps // 10), metadata)
         with contextlib.ExitStack() as stack:
-            logs = []
+            logs, measuring, events = [], None, {"tensorboard": plan.tensorboard, "resume_at": start}
             if distributed.is_main():
-                logs.append(stack.enter_context(MetricsLog(folder, tensorboard=plan.tensorboard, resume_at=start)))
+                logs.append(stack.enter_context(MetricsLog(folder, **events)))
+            if every := config.telemetry_every:
+                measuring = Measuring(arm, folder, every, writes=distributed.is_main(), **events)
+                stack.enter_context(measuring)
             display = stack.enter_context(Display(console, [config.recipe], plan.steps))
             stop = stack.enter_context(StopSignal())
-            (result,) = train_arm(arm, state, logs, display.progress[config.recipe], stop, folder=folder, saving=saving)
+            progress = display.progress[config.recipe]
+            (result,) = train_arm(arm, state, logs, progress, stop, folder=folder, saving=saving, measuring=measuring)
     if distributed.is_main():
         _report(config, arm, folder, result, console)
     return folder, result
@@ -124,6 +139,8 @@ def _report(config: TrainConfig, arm: Arm, folder: Path, result: Result, console
         f"{result.clip_fraction:.0%} clipped"
     )
     console.print(f"{speed}; curves: {folder / 'curves.png'}", highlight=False, soft_wrap=True)
+    if config.telemetry_every:
+        report_measurements(folder, console)
 
 
 def require_packages(plan: Plan) -> None:
@@ -138,7 +155,7 @@ def require_packages(plan: Plan) -> None:
 
 
 def _first_state(
-    arm: Arm, checkpointer: Checkpointer, options: CheckpointOptions, console: Console
+    arm: Arm, initial: TrainedModel | None, checkpointer: Checkpointer, options: CheckpointOptions, console: Console
 ) -> tuple[TrainState, int | None]:
     """Where training begins, and the step it resumes after; None for a start at step 0."""
     start = options.resume_step
@@ -147,7 +164,7 @@ def _first_state(
         if start is None:
             console.print("no checkpoint yet: starting at step 0", highlight=False)
     if start is None:
-        return arm.init(), None
+        return arm.init(None if initial is None else initial.params), None
     try:
         state, _ = checkpointer.restore(arm.abstract_state, start)
     except FileNotFoundError as error:

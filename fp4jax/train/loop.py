@@ -17,6 +17,7 @@ from fp4jax.train.arm import Arm, Validation
 from fp4jax.train.checkpoint import Checkpointer
 from fp4jax.train.display import Progress
 from fp4jax.train.distributed import any_process
+from fp4jax.train.measuring import Measuring
 from fp4jax.train.metrics import MetricsLog
 from fp4jax.train.step import METRICS, Metrics, TrainState
 
@@ -95,6 +96,11 @@ class Stopwatch:
             self._tokens += tokens
 
     @property
+    def runs(self) -> bool:
+        """Whether it counts."""
+        return self._since is not None
+
+    @property
     def tokens_per_second(self) -> float:
         """NaN before the first step is counted."""
         seconds = self._seconds + (time.perf_counter() - self._since if self._since is not None else 0)
@@ -142,6 +148,7 @@ def train_arm(
     *,
     folder: Path,
     saving: Saving | None = None,
+    measuring: Measuring | None = None,
 ) -> list[Result]:
     """Train an arm from `state` to its last step.
 
@@ -153,6 +160,7 @@ def train_arm(
         stop: asked after every step.
         folder: of the run, for the message of an interruption.
         saving: None saves nothing.
+        measuring: None measures nothing of what the 4 bits do.
 
     Returns:
         The results, one a seed.
@@ -161,14 +169,23 @@ def train_arm(
         Interrupted: `stop` was requested; the state is saved first.
         CheckpointError: saving failed.
     """
-    return _Run(arm, logs, progress, folder, saving).train(state, stop)
+    return _Run(arm, logs, progress, folder, saving, measuring).train(state, stop)
 
 
 class _Run:
     """The moving parts of one call of `train_arm`."""
 
-    def __init__(self, arm: Arm, logs: Sequence[MetricsLog], progress: Progress, folder: Path, saving: Saving | None):
-        self.arm, self.logs, self.progress, self.folder, self.saving = arm, logs, progress, folder, saving
+    def __init__(
+        self,
+        arm: Arm,
+        logs: Sequence[MetricsLog],
+        progress: Progress,
+        folder: Path,
+        saving: Saving | None,
+        measuring: Measuring | None,
+    ):
+        self.arm, self.logs, self.progress, self.folder = arm, logs, progress, folder
+        self.saving, self.measuring = saving, measuring
         self.watch = Stopwatch()
         self.pending: collections.deque[tuple[int, Metrics]] = collections.deque()
         self.validation: tuple[int, Validation] | None = None
@@ -185,7 +202,9 @@ class _Run:
             for step in range(start + 1, steps + 1):
                 if step == start + 1:
                     self.progress.set("compiling", step - 1)
-                state, metrics = arm.train_step(state, next(batches))
+                tokens = next(batches)
+                self._measure(state, tokens, step)
+                state, metrics = arm.train_step(state, tokens)
                 self._enqueue(step, metrics)
                 if step == start + 1:
                     self._drain()
@@ -238,6 +257,17 @@ class _Run:
         self.progress.skipped += float(values["skipped"].mean())
         self.progress.tokens_per_second = self.watch.tokens_per_second
 
+    def _measure(self, state: TrainState, tokens: jax.Array, step: int) -> None:
+        """What the step is about to do to its operands, before its state is donated."""
+        if self.measuring is None or not self.measuring.due(step):
+            return
+        running = self.watch.runs
+        self._pause()
+        self.progress.set("measuring", step - 1)
+        self.measuring(step, state, tokens)
+        if running:
+            self.watch.start()
+
     def _validate(self, state: TrainState, step: int) -> None:
         self._pause()
         self.progress.set("validating", step)
@@ -277,6 +307,8 @@ class _Run:
     def _flush(self) -> None:
         for log in self.logs:
             log.flush()
+        if self.measuring is not None:
+            self.measuring.flush()
 
     def _results(self, state: TrainState) -> list[Result]:
         assert self.validation is not None

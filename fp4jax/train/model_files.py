@@ -10,16 +10,20 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
+import numpy as np
+
 from fp4jax import interop
+from fp4jax.interop.packed import MANIFEST
 from fp4jax.models import LlamaConfig
 from fp4jax.train.arm import Arm, Text
 from fp4jax.train.checkpoint import Checkpointer
+from fp4jax.train.checkpoint.directory import StepDirectory
 from fp4jax.train.config import TrainConfig
-from fp4jax.train.data import ByteTokenizer, Corpus, DataOptions, Split, embedded, load
+from fp4jax.train.data import ByteTokenizer, Corpus, DataOptions, FileTokenizer, Split, embedded, load
 from fp4jax.train.data.manifest import TOKENIZER
 from fp4jax.train.errors import ConfigError
-from fp4jax.train.job import CHECKPOINTS
-from fp4jax.train.rundir import CONFIG
+from fp4jax.train.rundir import CHECKPOINTS, CONFIG
 from fp4jax.train.step import Params
 
 
@@ -30,7 +34,7 @@ class TrainedModel:
     Args:
         name: what it was found under, and the step of a run.
         config: its shape.
-        params: nested dicts of float32 arrays.
+        params: nested dicts of NumPy float32 arrays.
         tokenizer: its `tokenizers.Tokenizer`; None where there is none, as for a model of bytes.
         seq_len: tokens in a sequence of its run; else as many as it takes, up to 1024.
         data: the text of its run.
@@ -68,11 +72,38 @@ def open_model(path: str, *, step: int | None = None, dtype: Any = None) -> Trai
     """
     if (settings := _run_settings(Path(path))) is not None:
         return _open_run(Path(path), settings, step, dtype)
-    if step is not None:
-        raise ConfigError(f"step={step}: {path!r} is no run of `fp4jax train`, and has no checkpoints")
+    _refuse_step(path, step)
     with readable_errors():
         config, params, tokenizer = interop.initial_params(path, **({} if dtype is None else {"dtype": dtype}))
     return TrainedModel(path, config, params, tokenizer, min(config.max_seq_len, 1024))
+
+
+def open_shape(path: str, *, step: int | None = None) -> tuple[LlamaConfig, int | None]:
+    """The shape of the model at `path`, and of a run the step whose weights are meant.
+
+    Asks JAX for no device, so that processes may still find each other. Of folders it reads no weights.
+
+    Args:
+        path: as in `open_model`.
+        step: of a run's checkpoint; None is the newest.
+
+    Raises:
+        ConfigError, CheckpointError, MissingPackageError: as `open_model` does.
+    """
+    folder = Path(path)
+    if (settings := _run_settings(folder)) is not None:
+        file = _tokenizer_file(folder, settings.data)
+        vocab_size = ByteTokenizer.vocab_size if file is None else FileTokenizer(file).vocab_size
+        if not (committed := StepDirectory(folder / CHECKPOINTS).committed()):
+            raise ConfigError(f"{path!r}: there is no checkpoint in {folder / CHECKPOINTS}")
+        return settings.model.build(vocab_size, settings.plan.seq_len), committed[-1] if step is None else step
+    _refuse_step(path, step)
+    with readable_errors():
+        if (packed := _read_record(folder / MANIFEST)) is not None and isinstance(packed.get("config"), dict):
+            return interop.from_hf_config(packed["config"], where=f"config in {str(folder / MANIFEST)!r}"), None
+        if (record := _read_record(folder / CONFIG)) is not None:
+            return interop.from_hf_config(record, where=str(folder / CONFIG)), None
+        return interop.initial_params(path).config, None
 
 
 def read_text(model: TrainedModel, text: DataOptions | None = None) -> Corpus:
@@ -90,10 +121,14 @@ def read_text(model: TrainedModel, text: DataOptions | None = None) -> Corpus:
     if text is None and model.data is not None:
         return Text.load(model.data).split.validation
     text = text or DataOptions()
-    if text.tokenizer is not None or _is_prepared(text):
+    if text.tokenizer is not None or is_prepared(text):
         corpus = load(text)
-        if text.tokenizer is None:
-            _check_same_tokens(text.text[0], model)
+        # A prepared folder holds numbers of tokens, which another tokenizer's model would read as other words.
+        if text.tokenizer is None and not same_tokens(text.text[0] / TOKENIZER, model):
+            raise ConfigError(
+                f"{str(text.text[0])!r} was prepared with another tokenizer than that of {model.name!r}: "
+                "give the text itself"
+            )
     elif model.tokenizer is not None:
         with tempfile.TemporaryDirectory() as scratch:
             file = Path(scratch) / TOKENIZER
@@ -108,16 +143,12 @@ def read_text(model: TrainedModel, text: DataOptions | None = None) -> Corpus:
     return corpus
 
 
-def _check_same_tokens(folder: Path, model: TrainedModel) -> None:
-    """A prepared folder holds numbers of tokens, which another tokenizer's model would read as other words."""
+def same_tokens(file: Path, model: TrainedModel) -> bool:
+    """Whether a tokenizer.json numbers tokens as the model does, or nothing is known of how the model does."""
     if model.tokenizer is None:
-        return
+        return True
     with readable_errors():
-        prepared = interop.load_tokenizer(folder / TOKENIZER)
-    if prepared.get_vocab() != model.tokenizer.get_vocab():
-        raise ConfigError(
-            f"{str(folder)!r} was prepared with another tokenizer than that of {model.name!r}: give the text itself"
-        )
+        return interop.load_tokenizer(file).get_vocab() == model.tokenizer.get_vocab()
 
 
 def from_json[T](kind: type[T], values: Any, where: str) -> T:
@@ -150,13 +181,24 @@ def _value(hint: Any, value: Any, where: str) -> Any:
     return Path(value) if hint is Path else value
 
 
+def _refuse_step(path: str, step: int | None) -> None:
+    if step is not None:
+        raise ConfigError(f"step={step}: {path!r} is no run of `fp4jax train`, and has no checkpoints")
+
+
+def _read_record(path: Path) -> dict[str, Any] | None:
+    """The JSON object in a file; None if there is none."""
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None  # whatever it is, what reads it next says what is wrong
+    return record if isinstance(record, dict) else None
+
+
 def _run_settings(folder: Path) -> TrainConfig | None:
     """The settings of the run in `folder`; None if it holds none."""
-    try:
-        record = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None  # whatever it is, it is no run; what reads it next says what is wrong
-    if not isinstance(record, dict) or not isinstance(record.get("settings"), dict):
+    record = _read_record(folder / CONFIG)
+    if record is None or not isinstance(record.get("settings"), dict):
         return None
     if record.get("command") != "train":
         raise ConfigError(f"{str(folder)!r} is a run of {record.get('command')!r}, which keeps no checkpoints")
@@ -164,7 +206,9 @@ def _run_settings(folder: Path) -> TrainConfig | None:
 
 
 def _open_run(folder: Path, settings: TrainConfig, step: int | None, dtype: Any) -> TrainedModel:
-    data, file = settings.data, _tokenizer_file(settings.data)
+    data, file = settings.data, _tokenizer_file(folder, settings.data)
+    if not is_prepared(data):
+        data = dataclasses.replace(data, tokenizer=file)
     if dtype is not None:
         settings = dataclasses.replace(settings, model=dataclasses.replace(settings.model, dtype=dtype))
     # The state is restored into the shapes that training gave it. They depend on the text by its vocabulary alone, so
@@ -174,7 +218,7 @@ def _open_run(folder: Path, settings: TrainConfig, step: int | None, dtype: Any)
     with Checkpointer(folder / CHECKPOINTS) as checkpointer:
         try:
             step = checkpointer.latest() if step is None else step
-            state, _ = checkpointer.restore(arm.abstract_state, step)
+            state, _ = checkpointer.restore(jax.tree.map(_on_host, arm.abstract_state), step)
         except FileNotFoundError as error:
             raise ConfigError(f"{str(folder)!r}: {error}") from error
     with readable_errors():
@@ -182,11 +226,20 @@ def _open_run(folder: Path, settings: TrainConfig, step: int | None, dtype: Any)
     return TrainedModel(f"{folder}, step {step}", arm.model, state.params, tokenizer, settings.plan.seq_len, data)
 
 
-def _tokenizer_file(data: DataOptions) -> Path | None:
-    """The tokenizer.json of a run's text; None for bytes."""
-    return data.text[0] / TOKENIZER if _is_prepared(data) else data.tokenizer
+def _on_host(like: jax.ShapeDtypeStruct) -> Any:
+    """A target that has the checkpointer leave a leaf in NumPy, which has no type for keys."""
+    if jax.dtypes.issubdtype(like.dtype, jax.dtypes.prng_key):
+        return like
+    return np.empty(like.shape, like.dtype)
 
 
-def _is_prepared(data: DataOptions) -> bool:
+def _tokenizer_file(folder: Path, data: DataOptions) -> Path | None:
+    """The tokenizer.json of a run's text; None for bytes. The run keeps one that came with its initial weights."""
+    if (folder / TOKENIZER).exists():
+        return folder / TOKENIZER
+    return data.text[0] / TOKENIZER if is_prepared(data) else data.tokenizer
+
+
+def is_prepared(data: DataOptions) -> bool:
     """Whether the text is a folder that `fp4jax data prepare` wrote, with a tokenizer of its own."""
     return len(data.text) == 1 and data.text[0].is_dir()

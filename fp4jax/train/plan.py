@@ -33,8 +33,6 @@ class PlanConfig:
     """Memory and traffic of a training run on a mesh of any size, from its compiled step. Needs no GPU."""
 
     model: ModelOptions = dataclasses.field(default_factory=ModelOptions)
-    vocab_size: int | None = None
-    """Tokens that the model knows. By default 32,000, LLaMA's; 256 for tiny."""
     recipe: str = "fp4"
     """A recipe that `fp4jax recipes` lists, with knobs if need be: fp4, or fp4:alpha=0.999,k=3."""
     quantization: QuantizationOptions = dataclasses.field(default_factory=QuantizationOptions)
@@ -59,8 +57,6 @@ class PlanConfig:
         Raises:
             ConfigError: settings that `fp4jax train` would not take either.
         """
-        if self.vocab_size is not None and self.vocab_size < 1:
-            raise ConfigError(f"vocab_size={self.vocab_size} must be a positive integer")
         return TrainConfig(
             model=self.model,
             quantization=self.quantization,
@@ -91,7 +87,7 @@ def plan(config: PlanConfig, console: Console) -> "Report":
     from fp4jax.train.plan_tables import print_report, write_report
     from fp4jax.train.step_report import make_report
 
-    report = make_report(training, config.vocab_size, console)
+    report = make_report(training, console)
     print_report(report, console)
     if config.out is not None:
         write_report(report, config.out)

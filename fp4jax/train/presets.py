@@ -2,6 +2,9 @@
 
 import dataclasses
 
+DEFAULT_MODEL = "tiny"
+"""What `--model` is where nobody says."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Preset:

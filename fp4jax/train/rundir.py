@@ -14,7 +14,8 @@ from fp4jax.train.config import Settings, to_json
 from fp4jax.train.errors import ConfigError
 
 CONFIG = "config.json"
-_MAY_DIFFER = ("out", "checkpoint", "devices")
+CHECKPOINTS = "checkpoints"
+_MAY_DIFFER = ("out", "checkpoint", "devices", "telemetry_every")
 """Settings that a resume may change: they say where and how often, not what is computed."""
 
 
@@ -101,6 +102,8 @@ def _check_same(out: Path, record: Mapping[str, Any]) -> None:
         raise ConfigError(f"out={str(out)!r} holds a run of {found.get('command')!r}, not of {record['command']!r}")
     old, new = ({k: v for k, v in r["settings"].items() if k not in _MAY_DIFFER} for r in (found, record))
     lines = differences(old, new)
+    if inits := [line for line in lines if line.startswith("init")]:
+        lines = inits  # the shape of the model differs because of it
     if not lines and found.get("corpus") != record["corpus"]:
         lines = ["the text itself has changed"]
     if lines:

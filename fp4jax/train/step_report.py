@@ -20,6 +20,7 @@ from fp4jax.train.config import TrainConfig
 from fp4jax.train.memory import Share, block_activations, head_activations
 from fp4jax.train.optimizer import OPTIMIZERS, make_optimizer
 from fp4jax.train.placement import OnMesh, Placement, SingleDevice, make_placement
+from fp4jax.train.presets import DEFAULT_MODEL
 from fp4jax.train.step import TrainState
 from fp4jax.train.traffic import Traffic, compile_partitioned, read_traffic
 
@@ -62,14 +63,14 @@ class Step:
     lowered: Any
 
     @classmethod
-    def trace(cls, config: TrainConfig, vocab_size: int | None = None) -> Self:
+    def trace(cls, config: TrainConfig) -> Self:
         """Trace the step that `fp4jax train` compiles, on devices that JAX must have by now.
 
         Raises:
             ConfigError: a mesh that the devices do not make, or that does not divide the model.
         """
         plan, placement = config.plan, make_placement(config.devices)
-        vocab_size = vocab_size or _own_vocabulary(config.model.model)
+        vocab_size = config.model.vocab_size or _own_vocabulary(config.model.model or DEFAULT_MODEL)
         with placement.active():
             parts = Parts.compose(config, config.recipe, vocab_size, placement)
             state = placement.state(jax.eval_shape(parts.init, np.uint32(0)))
@@ -135,12 +136,11 @@ class Report:
         )
 
 
-def make_report(config: TrainConfig, vocab_size: int | None, console: Console) -> Report:
+def make_report(config: TrainConfig, console: Console) -> Report:
     """Trace, compile and count the step of a run, on devices that JAX must have by now.
 
     Args:
-        config: resolved.
-        vocab_size: of the model; None for its own.
+        config: resolved. Without a vocabulary the model has its own: LLaMA's 32,000 tokens, and 256 for tiny.
         console: for progress.
 
     Raises:
@@ -150,7 +150,7 @@ def make_report(config: TrainConfig, vocab_size: int | None, console: Console) -
     console.print(
         f"tracing the step of {config.model.model!r} on {config.devices.mesh or 'one device'}", highlight=False
     )
-    step = Step.trace(config, vocab_size)
+    step = Step.trace(config)
     traced = time.perf_counter()
     lines = step.lowered.as_text().count("\n")
     console.print(f"traced in {traced - started:.0f} s; compiling {lines:,} lines of StableHLO", highlight=False)

@@ -13,6 +13,7 @@ from tensorboardX.proto import event_pb2
 from fp4jax import telemetry
 from fp4jax.telemetry import STATISTICS, Record, Snapshot
 from fp4jax.telemetry.heatmap import heatmap_grids
+from fp4jax.telemetry.log import EVENTS
 
 
 def record(layer, place, snr, index=(), **values):
@@ -132,7 +133,7 @@ def events(folder):
 def test_tensorboard_gets_every_finite_number(tmp_path):
     with telemetry.Log(tmp_path, tensorboard=True) as log:
         log.write(100, Snapshot((record("a", "fprop.lhs", 20.0), record("b", "fprop.lhs", math.inf))))
-    scalars = {tag: (step, value) for tag, step, value in events(tmp_path)}
+    scalars = {tag: (step, value) for tag, step, value in events(tmp_path / EVENTS)}
     assert scalars["telemetry/fprop.lhs/snr_db/a"] == (100, 20.0)
     assert "telemetry/fprop.lhs/snr_db/b" not in scalars
     assert "telemetry/fprop.lhs/cosine/b" in scalars

@@ -21,6 +21,7 @@ from fp4jax.train.config import (
     to_json,
 )
 from fp4jax.train.errors import ConfigError
+from fp4jax.train.model_options import SHAPE
 from fp4jax.train.naming import describe_knobs, parse_recipe
 from fp4jax.train.presets import PRESETS
 from fp4jax.train.rundir import CONFIG, differences, open_run
@@ -79,11 +80,21 @@ def test_dimensions_change_a_model():
     assert ModelOptions(num_layers=3).build(256, 128).mlp_dim == MODELS["tiny"].mlp_dim
 
 
+def test_every_part_of_a_shape_can_be_said():
+    whole = dict(zip(SHAPE, (300, 1, 32, 4, 2, 16, 48, 24, 5e4, 1e-6, True), strict=True))
+    options = ModelOptions(**whole)
+    assert {name: getattr(options.build(256, 24), name) for name in SHAPE} == whole
+    assert options.is_whole
+    assert not ModelOptions(num_layers=3).is_whole
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
         (ModelOptions(model="31m"), r"model '31m' is unknown; choose from tiny, 30m, .*13b \(did you mean '30m'\?\)"),
         (ModelOptions(num_layers=0), r"num_layers=0 must be a positive integer"),
+        (ModelOptions(head_dim=-2), r"head_dim=-2 must be a positive integer"),
+        (ModelOptions(rope_base=0.0), r"rope_base=0.0 must be positive and finite"),
         (LoopOptions(steps=0), r"steps=0 must be a positive integer"),
         (LoopOptions(eval_batches=-1), r"eval_batches=-1 must be positive, or 0 for the whole validation split"),
         (LoopOptions(batch_size=6, accumulate=4), r"batch_size=6 must be a multiple of accumulate=4"),
@@ -111,6 +122,9 @@ def test_values_out_of_range_are_refused(settings, message):
         (TrainConfig(checkpoint=CheckpointOptions(resume_step=4)), r"resume_step=4 needs out=FOLDER"),
         (TrainConfig(checkpoint=CheckpointOptions(resume_step=0)), r"resume_step=0 must be a positive integer"),
         (TrainConfig(recipe="fp5"), r"recipe 'fp5' is unknown"),
+        (TrainConfig(telemetry_every=-1), r"telemetry_every=-1 must be positive, or 0 to measure nothing"),
+        (TrainConfig(telemetry_every=451), r"telemetry_every=451 would measure nothing in 450 steps: give fewer"),
+        (TrainConfig(telemetry_every=9, recipe="bf16"), r"telemetry_every=9: recipe 'bf16' quantizes nothing"),
         (CompareConfig(recipes=()), r"recipes=\(\) must name at least one"),
         (CompareConfig(seeds=(1, 1)), r"seeds=\(1, 1\) must name at least one, and none twice"),
         (CompareConfig(seeds=(2**31,)), r"seed=2147483648 must be"),
@@ -127,6 +141,8 @@ def test_commands_refuse_what_they_cannot_do(config, message):
     [
         (ModelOptions(embed_dim=100, num_heads=3), "embed_dim=100 must be a multiple of num_heads=3"),
         (ModelOptions(embed_dim=12, num_heads=4), "model 'tiny': head_dim=3 must be even"),
+        (ModelOptions(vocab_size=255), "vocab_size=255 is less than the text's 256 different tokens"),
+        (ModelOptions(max_seq_len=64), "seq_len=128 is more than max_seq_len=64, which the model takes"),
         (ModelOptions(num_heads=4, num_kv_heads=3), "model 'tiny': num_kv_heads=3 must divide num_heads=4"),
     ],
 )
@@ -227,7 +243,9 @@ def test_a_resume_with_other_settings_names_them(tmp_path):
         open_run(other, "train", out=out, fingerprint="abc", resume=True)
     with pytest.raises(ConfigError, match="the text itself has changed"):
         open_run(config, "train", out=out, fingerprint="xyz", resume=True)
-    saves_more = dataclasses.replace(config, checkpoint=CheckpointOptions(save_every=1), out=Path("elsewhere"))
+    saves_more = dataclasses.replace(
+        config, checkpoint=CheckpointOptions(save_every=1), out=Path("elsewhere"), telemetry_every=2
+    )
     assert open_run(saves_more, "train", out=out, fingerprint="abc", resume=True) == out
 
 

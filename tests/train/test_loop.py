@@ -15,7 +15,6 @@ import threading
 import jax
 import numpy as np
 import pytest
-from jax.experimental.compilation_cache import compilation_cache as cache
 from micro import assert_bit_equal, flags, train_config, write_text
 from rich.console import Console
 
@@ -33,8 +32,9 @@ from fp4jax.train.loop import Interrupted, StopSignal, Stopwatch
 from fp4jax.train.metrics import FILE, read_metrics
 from fp4jax.train.step import METRICS
 
+pytestmark = pytest.mark.usefixtures("program_cache")
+
 STEPS = 6
-CACHE_EVERYTHING = {"jax_persistent_cache_min_compile_time_secs": 0.0, "jax_persistent_cache_min_entry_size_bytes": -1}
 
 
 def quiet() -> Console:
@@ -45,19 +45,6 @@ def noisy() -> fp4jax.Recipe:
     fp4 = fp4jax.recipes.fp4()
     weight = dataclasses.replace(fp4.fprop.rhs, rounding=fp4jax.STOCHASTIC)
     return dataclasses.replace(fp4, name="noisy", fprop=fp4jax.Gemm(fp4.fprop.lhs, weight))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compilation_cache(tmp_path_factory):
-    """A program that one test has compiled is not compiled again by the next; new processes compile for themselves."""
-    options = {"jax_compilation_cache_dir": str(tmp_path_factory.mktemp("cache")), **CACHE_EVERYTHING}
-    before = {name: getattr(jax.config, name) for name in options}
-    for name, value in options.items():
-        jax.config.update(name, value)
-    yield
-    for name, value in before.items():
-        jax.config.update(name, value)
-    cache.reset_cache()
 
 
 @pytest.fixture(scope="module")

@@ -28,8 +28,7 @@ from fp4jax.train.step_report import Step, optimizer_parts
 MESH = "data=2,fsdp=2,tensor=2"
 VOCABULARY = 64
 CONFIG = PlanConfig(
-    model=dataclasses.replace(micro.MODEL, remat="full"),
-    vocab_size=VOCABULARY,
+    model=dataclasses.replace(micro.MODEL, remat="full", vocab_size=VOCABULARY),
     recipe="bf16",
     mesh=MESH,
     batch_size=8,
@@ -52,7 +51,7 @@ def test_arguments_are_the_bytes_of_real_arrays(planned):
     report, _, _ = planned
     config = CONFIG.training()
     placement = make_placement(config.devices)
-    step = Step.trace(config, VOCABULARY)
+    step = Step.trace(config)
     with placement.active():
         architecture = Architecture(lambda rngs: Llama(report.model, rngs=rngs))
         init = make_init(architecture, make_optimizer(config.optimizer, 1), placement.parameters)
@@ -108,8 +107,9 @@ def test_the_total_is_the_sum_of_its_rows(planned):
 def test_it_is_the_step_that_trains(tmp_path):
     """The lowered program is, to the letter, that of `fp4jax train`."""
     text = Text.load(micro.data(micro.write_text(tmp_path)))
-    config = dataclasses.replace(CONFIG, recipe="fp4_vector", accumulate=1).training()
-    step = Step.trace(config, text.vocab_size)
+    model = dataclasses.replace(CONFIG.model, vocab_size=text.vocab_size)
+    config = dataclasses.replace(CONFIG, model=model, recipe="fp4_vector", accumulate=1).training()
+    step = Step.trace(config)
     placement = make_placement(config.devices)
     with placement.active():
         arm = Arm(config, config.recipe, (0,), text, placement)
@@ -164,15 +164,15 @@ def test_what_cannot_be_planned_is_one_line(tmp_path, monkeypatch):
         refused(mesh="fsdp=4"): "mesh='fsdp=4' takes 4 virtual CPU devices, and JAX has started with 8 of 'cpu': run "
         "fp4jax plan in a process of its own",
         refused(mesh="fsdp=two"): "mesh='fsdp=two': 'fsdp=two' is no axis=size; write, say, data=2,fsdp=2,tensor=2",
-        refused(vocab_size=0): "vocab_size=0 must be a positive integer",
+        refused(model=dataclasses.replace(CONFIG.model, vocab_size=0)): "vocab_size=0 must be a positive integer",
         refused(out=tmp_path / "no" / "plan.json"): f"out={str(tmp_path / 'no' / 'plan.json')!r}: there is no folder "
         f"{str(tmp_path / 'no')!r}",
         refused(mesh="data=4,fsdp=2"): "batch_size=8 / accumulate=2 must be a multiple of data · fsdp = 8, the devices "
         "that share a batch",
         refused(mesh="data=4,fsdp=2", accumulate=1, reduction="fp8", recipe="noisy"): "reduction='fp8' cannot train "
         "'noisy', whose noise would depend on the number of devices: take --reduction float32",
-        refused(vocab_size=63): "parameter ['embed']['embedding']: mesh axis tensor=2 must divide the axis 'vocab' of "
-        "size 63 of a parameter of shape (63, 32)",
+        refused(model=dataclasses.replace(CONFIG.model, vocab_size=63)): "parameter ['embed']['embedding']: mesh axis "
+        "tensor=2 must divide the axis 'vocab' of size 63 of a parameter of shape (63, 32)",
     }
     for message, expected in messages.items():
         assert message == expected
