@@ -65,10 +65,14 @@ def test_no_race_while_consumers_are_staggered():
 
 
 @pytest.mark.parametrize(("cluster", "sizes"), [("m", (300, 40, 500)), ("n", (40, 150, 300)), ("m", (129, 70, 129))])
-def test_blocks_of_a_cluster_share_a_tile(cluster, sizes):
+def test_blocks_of_a_cluster_take_tiles_side_by_side(cluster, sizes):
+    """The interpreter of jax 0.11.2 lets each block copy whole tiles, so neither halves nor races on them are seen."""
     args = operands(*sizes)
     config = GemmConfig(tile_n=64, stages=2, epilogue_n=32, cluster=cluster)
-    np.testing.assert_array_equal(run(args, out_dtype=jnp.float32, config=config), reference(*args, np.float32))
+    with kernels.interpret(detect_races=True):
+        got = jax.jit(lambda *a: scaled_matmul(*a, out_dtype=jnp.float32, config=config))(*args)
+    np.testing.assert_array_equal(np.asarray(got), reference(*args, np.float32))
+    assert not kernels.races_found()
 
 
 def test_scalar_scales_and_vmap():
