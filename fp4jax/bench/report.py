@@ -241,4 +241,11 @@ class Bars:
 def write(path: Path, environment: dict[str, Any], results: Sequence[Reported], **others: Any) -> None:
     """All results as JSON; written anew after each table, so that what was measured is not lost."""
     record = {**environment, **others, "tables": [result.json() for result in results]}
-    path.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    write_whole(path, json.dumps(record, indent=1, ensure_ascii=False) + "\n")
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file so that whoever reads it, or ends this process, finds all of it or what was there before."""
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(path)
