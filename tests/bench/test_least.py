@@ -1,6 +1,7 @@
 """The least time of a train step: against counts by hand, and against what was measured."""
 
 import dataclasses
+import pathlib
 
 import pytest
 
@@ -56,3 +57,39 @@ def test_tables_take_the_peaks_of_the_run():
     assert at_peak.columns == ("BF16", "fp4")
     assert at_peak.rows[0][2][0] == pytest.approx(2 * of(None)[parts.PRODUCTS])
     assert at_peak.total()[0] > at_peak.total()[1]
+
+
+PAGE = (pathlib.Path(__file__).parents[2] / "docs" / "kernels.md").read_text(encoding="utf-8")
+
+
+def test_the_page_has_these_numbers():
+    section = PAGE.split("## What the step could cost")[1].split("## ")[0]
+    columns = of(None), of("fp4"), of("fp4", KERNELS)
+
+    def row(name: str, seconds: list[float]) -> str:
+        return f"| {name} | {' | '.join(f'{1e3 * s:.1f}' if s else '–' for s in seconds)} |"
+
+    for group in dict.fromkeys(group for column in columns for group in column):
+        assert row(group, [column.get(group, 0.0) for column in columns]) in section
+    assert row("all", [sum(column.values()) for column in columns]) in section
+
+    measured, rest = 276.9e-3, 276.9e-3 - sum(of(None).values())
+    assert f"{1e3 * rest:.1f} more than its least" in section
+    for recipe in ("fp4_vector", "fp4:alpha=none", "fp4:quantile=sampled"):
+        expected = 276.9 / reachable(measured, of(None, KERNELS), of(recipe, KERNELS))
+        assert f"| `{recipe}` | {expected:.1f} |" in section
+    assert f"comes to {reachable(measured, of(None), of('fp4')):.2f} times BF16" in section
+    least_ratio = sum(of(None).values()) / sum(of("fp4").values())
+    assert f"to {least_ratio:.2f} if both steps took their least time" in section
+    shared = (sum(of(None).values()) - 1.3 * sum(of("fp4").values())) / 0.3
+    assert f"fall to {1e3 * shared:.0f} ms" in section
+    limit = sum(of(None, KERNELS).values()) / sum(of("fp4", KERNELS).values())
+    assert f"the limit is {limit:.2f} even" in section
+    products = [{parts.PRODUCTS: found[parts.PRODUCTS]} for found in (of(None), of("fp4"))]
+    assert f"it would be {reachable(measured, *products):.2f}" in section
+    seven = [
+        sum(least_seconds(MODELS["7b"], TOKENS, 2048, recipe, rates).values())
+        for rates in (H200, KERNELS)
+        for recipe in (None, parse_recipe("fp4"))
+    ]
+    assert f"give {seven[0] / seven[1]:.2f} at peak rates and {seven[2] / seven[3]:.2f} with" in section
