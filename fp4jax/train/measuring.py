@@ -16,6 +16,7 @@ from rich.console import Console
 from fp4jax import telemetry
 from fp4jax.models import cross_entropy
 from fp4jax.telemetry.log import FILE
+from fp4jax.telemetry.report import WIDTH
 from fp4jax.train.arm import Arm
 from fp4jax.train.errors import ConfigError
 from fp4jax.train.gradient import microbatches
@@ -121,5 +122,5 @@ def report_measurements(folder: Path, console: Console) -> None:
     step, snapshot = found.pop()
     telemetry.draw_heatmap(snapshot, folder / HEATMAP, title=f"SNR (dB) by layer and operand, step {step}")
     console.print(f"\nOperands of step {step}", highlight=False)
-    console.print(telemetry.report(snapshot))
+    console.print(telemetry.report(snapshot), width=None if console.is_terminal else max(console.width, WIDTH))
     console.print(f"all measurements: {folder / FILE}; heat map: {folder / HEATMAP}", highlight=False, soft_wrap=True)

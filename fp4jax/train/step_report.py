@@ -8,14 +8,15 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from rich.console import Console
 
 from fp4jax.models import MODELS, LlamaConfig, count_parameters
 from fp4jax.models.llama import LINEAR_PATHS
-from fp4jax.nn import resolve_rules
+from fp4jax.nn import describe_model
 from fp4jax.parallel import AXES, batch_sharding
 from fp4jax.recipe import Recipe
-from fp4jax.train.compose import Parts, recipe_rules
+from fp4jax.train.compose import Parts
 from fp4jax.train.config import TrainConfig
 from fp4jax.train.memory import Share, block_activations, head_activations
 from fp4jax.train.optimizer import OPTIMIZERS, make_optimizer
@@ -48,7 +49,7 @@ class Step:
 
     Args:
         model: its configuration.
-        recipes: of each layer path.
+        recipes: of each block, by layer path.
         placement: the mesh, or one device.
         state: shapes, dtypes and shardings of the train state.
         tokens: those of a batch.
@@ -56,7 +57,7 @@ class Step:
     """
 
     model: LlamaConfig
-    recipes: dict[str, Recipe | None]
+    recipes: tuple[dict[str, Recipe | None], ...]
     placement: Placement
     state: TrainState
     tokens: jax.ShapeDtypeStruct
@@ -77,8 +78,7 @@ class Step:
             shape, sharding = (plan.batch_size, plan.seq_len + 1), _batch_sharding(placement)
             tokens = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding)
             lowered = jax.jit(parts.step, donate_argnums=0).lower(state, tokens)
-        recipes = resolve_rules(recipe_rules(parts.recipe, config.quantization.high_precision), LINEAR_PATHS)
-        return cls(parts.model, dict(recipes), placement, state, tokens, lowered)
+        return cls(parts.model, recipes_of_blocks(parts), placement, state, tokens, lowered)
 
     @property
     def mesh(self) -> dict[str, int]:
@@ -102,7 +102,7 @@ class Report:
         optimizers: parts of the state of each optimizer there is.
         traffic: what devices send each other in a step.
         activations: bytes on a device that all blocks keep, by what they hold.
-        recomputed: bytes of the block that is recomputed at the moment; 0 without remat.
+        recomputed: bytes of the block that is recomputed at the moment, of the largest; 0 without remat.
         head: bytes around the head, by what they hold.
         gradients: bytes of float32 gradients; with `accumulate`, of the sum beside those of a microbatch.
         seconds: of tracing and of compiling.
@@ -161,8 +161,9 @@ def make_report(config: TrainConfig, console: Console) -> Report:
     plan_, mesh = config.plan, step.mesh
     rows = plan_.batch_size // plan_.accumulate // (mesh["data"] * mesh["fsdp"])
     share = Share(rows * plan_.seq_len, mesh["tensor"], mesh["fsdp"], gathered=isinstance(step.placement, OnMesh))
-    kept = block_activations(step.model, step.recipes, share)
-    whole = block_activations(step.model, step.recipes, share, remat="none")
+    kept = [block_activations(step.model, recipes, share) for recipes in step.recipes]
+    whole = [block_activations(step.model, recipes, share, remat="none") for recipes in step.recipes]
+    again = max(sum(all_.values()) - sum(some.values()) for all_, some in zip(whole, kept, strict=True))
     number = count_parameters(step.model)
     gradients = sum(_on_device(x) for x in jax.tree.leaves(step.state.params))
     return Report(
@@ -176,11 +177,21 @@ def make_report(config: TrainConfig, console: Console) -> Report:
         state=(_part("parameters", jax.tree.leaves(step.state.params), number), *_parts(step.state.opt_state, number)),
         optimizers={name: optimizer_parts(config, step, name) for name in OPTIMIZERS},
         traffic=read_traffic(text, mesh),
-        activations={what: step.model.num_layers * size for what, size in kept.items()},
-        recomputed=0 if step.model.remat == "none" else max(0, sum(whole.values()) - sum(kept.values())),
+        activations={what: sum(block[what] for block in kept) for what in kept[0]},
+        recomputed=0 if step.model.remat == "none" else max(0, again),
         head=head_activations(step.model, share),
         gradients=gradients * (1 if plan_.accumulate == 1 else 2),
         seconds=seconds,
+    )
+
+
+def recipes_of_blocks(parts: Parts) -> tuple[dict[str, Recipe | None], ...]:
+    """What each block's layers follow, in the model as it is built."""
+    model = nnx.eval_shape(lambda: parts.architecture.create(nnx.Rngs(params=0, noise=0)))
+    found = [layer for layer in describe_model(model).layers if layer.path in LINEAR_PATHS]
+    return tuple(
+        {layer.path: layer.recipe[block] if isinstance(layer.recipe, tuple) else layer.recipe for layer in found}
+        for block in range(parts.model.num_layers)
     )
 
 

@@ -16,14 +16,16 @@ import fp4jax
 from fp4jax import E5M2, REUSE, STOCHASTIC, Gemm, PerTensor, QuantSpec
 from fp4jax.models import Llama
 from fp4jax.train.arm import Arm, Text
-from fp4jax.train.config import ModelOptions
+from fp4jax.train.compose import Parts
+from fp4jax.train.config import ModelOptions, QuantizationOptions
 from fp4jax.train.errors import ConfigError
+from fp4jax.train.memory import Share, block_activations
 from fp4jax.train.optimizer import make_optimizer
-from fp4jax.train.placement import make_placement
+from fp4jax.train.placement import SingleDevice, make_placement
 from fp4jax.train.plan import PlanConfig, plan
 from fp4jax.train.plan_tables import parameters_gathered
 from fp4jax.train.step import Architecture, make_init
-from fp4jax.train.step_report import Step, optimizer_parts
+from fp4jax.train.step_report import Step, optimizer_parts, recipes_of_blocks
 
 MESH = "data=2,fsdp=2,tensor=2"
 VOCABULARY = 64
@@ -115,6 +117,23 @@ def test_it_is_the_step_that_trains(tmp_path):
         arm = Arm(config, config.recipe, (0,), text, placement)
         trains = arm.train_step.lower(arm.abstract_state, step.tokens).as_text()
     assert step.lowered.as_text() == trains
+
+
+def test_blocks_in_high_precision_are_counted_as_such():
+    """`--high-precision` may name blocks."""
+
+    def recipes_under(high_precision: str):
+        model = dataclasses.replace(micro.MODEL, num_layers=3)
+        quantization = QuantizationOptions(high_precision=high_precision)
+        config = dataclasses.replace(CONFIG, model=model, recipe="fp4", quantization=quantization, mesh=None).training()
+        parts = Parts.compose(config, "fp4", VOCABULARY, SingleDevice())
+        return parts.model, recipes_of_blocks(parts)
+
+    model, blocks = recipes_under(r"embed|head|layers\.[02]\.")
+    assert [recipes["layers.mlp.up"] is None for recipes in blocks] == [True, False, True]
+    sizes = [sum(block_activations(model, recipes, Share(128)).values()) for recipes in blocks]
+    assert sizes[0] == sizes[2] != sizes[1]
+    assert recipes_under("embed|head")[1] == (blocks[1],) * 3
 
 
 def test_fp8_adamw_holds_three_bytes_a_parameter():
