@@ -1,8 +1,8 @@
-"""Checks and times the kernels and what is made of them on one H200, in about ten minutes:
+"""Checks and times the kernels and what is made of them on one H200, in two runs of at most ten minutes:
 
-    python experiments/kernels/h200.py OUT.json
-    python experiments/kernels/h200.py OUT.json --sections checks clusters --limit 300
-    python experiments/kernels/h200.py OUT.json --micro       # on a CPU: tiny sizes, kernels interpreted
+    python experiments/kernels/h200.py a.json --limit 570 --sections checks quantile quantizers clusters layer
+    python experiments/kernels/h200.py b.json --limit 570 --sections profile step products
+    python experiments/kernels/h200.py c.json --micro         # on a CPU: tiny sizes, kernels interpreted
 
 Every section runs in a process of its own and has a limit of its own, so that neither an error of CUDA nor a compiler
 that does not end costs the others anything. Its findings go to OUT.SECTION.json as they come, and to OUT.json when it

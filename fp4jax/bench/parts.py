@@ -112,17 +112,17 @@ class Parts:
 
     def _part(self, hlo_op: str, kernel: str) -> Part:
         instruction = self.instruction(hlo_op, kernel)
-        named = instruction.op_name if instruction is not None and instruction.opcode == "custom-call" else ""
-        if ours := _OUR_KERNEL.search(f"{kernel} {named}"):
-            return _of_our_kernel(ours[0], instruction)
+        inside = [] if instruction is None else self._inside(instruction)
+        calls = [i.op_name for i in inside if i.opcode == "custom-call"]  # XLA fuses slices with what they are for
+        if ours := _OUR_KERNEL.search(" ".join([kernel, *calls])):
+            return _of_our_kernel(ours[0], calls)
         if instruction is None:
             return _of_foreign_kernel(kernel)
         if _COLLECTIVE.match(instruction.opcode):
             return Part(COLLECTIVES)
-        inside = self._inside(instruction)
         for dot in (i for i in inside if _is_product(i)):
             return _of_product(dot.op_name or instruction.op_name)
-        if _is_attention(instruction):
+        if any(map(_is_attention, inside)):
             return Part(ATTENTION)
         votes = Counter[Part]()
         for one in inside:
@@ -166,10 +166,10 @@ def _of_product(op_name: str) -> Part:
     return part
 
 
-def _of_our_kernel(name: str, instruction: Instruction | None) -> Part:
+def _of_our_kernel(name: str, op_names: list[str]) -> Part:
     if "matmul" in name:
-        part = None if instruction is None else scope(instruction.op_name)
-        return part if part is not None and part.group == PRODUCTS else Part(PRODUCTS, "fp4jax")
+        known = (part for part in map(scope, op_names) if part is not None and part.group == PRODUCTS)
+        return next(known, Part(PRODUCTS, "fp4jax"))
     if "quantile" in name:
         return Part(QUANTILE)
     return Part(QUANTIZERS, name.removeprefix(MARK))

@@ -34,6 +34,12 @@ HLO = """HloModule jit_step
   ROOT %dot.9 = f32[8,8]{1,0} dot(%p0, %p0), metadata={op_name="jit(step)/head/dot_general"}
 }
 
+%stacking (p0: f32[8,16]) -> f32[2,8] {
+  %p0 = f32[8,16]{1,0} parameter(0)
+  %custom-call.6 = f32[8]{0} custom-call(%p0), custom_call_target="mosaic_gpu_v2", metadata={op_name="jit(step)/transpose(jvp())/while/body/jit(fp4jax_wgrad_fp4_hopper_1a2b3c4d)/fp4jax_scaled_matmul/mpmd_map"}
+  ROOT %stack.1 = f32[2,8]{1,0} dynamic-update-slice(%p0, %custom-call.6)
+}
+
 ENTRY %main (x: f32[8,16]) -> f32[8] {
   %x = f32[8,16]{1,0} parameter(0)
   %loop_multiply_fusion.3 = bf16[8,16]{1,0} fusion(%x), kind=kLoop, calls=%fused_computation
@@ -43,6 +49,7 @@ ENTRY %main (x: f32[8,16]) -> f32[8] {
   %custom-call.2 = bf16[8,8]{1,0} custom-call(%x), custom_call_target="__cublas$lt$matmul", metadata={op_name="jit(step)/transpose(jvp())/dot_general"}
   %custom-call.3 = bf16[8,8]{1,0} custom-call(%x), custom_call_target="__cudnn$fmhaSoftmax", metadata={op_name="jit(step)/jvp(attention)/fwd"}
   %custom-call.4 = u8[8]{0} custom-call(%x), custom_call_target="__gpu$xla.gpu.triton", metadata={op_name="jit(step)/jvp(quantize)/quantile/fp4jax_quantile_count/pallas_call"}
+  %stacking_fusion = f32[2,8]{1,0} fusion(%x), kind=kCustom, calls=%stacking
   %all-reduce.1 = f32[8]{0} all-reduce(%x), to_apply=%slicing
   %while.1 = f32[8]{0} while(%x), condition=%slicing, body=%slicing, metadata={op_name="jit(step)/jvp(loss)/while"}
   %cast_fusion = bf16[8]{0} fusion(%x), kind=kLoop, calls=%slicing, metadata={op_name="jit(step)/jit(fp4jax_fprop_fp4_xla_1a2b3c4d)/convert"}
@@ -78,6 +85,7 @@ def space(planes: dict[str, dict[str, list[tuple[str, str, int, int]]]]) -> byte
         ("slice_fusion", "x", Part(parts.MOVES, "slices of stacked layers")),
         ("gemm_fusion", "x", Part(parts.HEAD)),
         ("custom-call.1", "fp4jax_scaled_matmul_kernel", Part(parts.PRODUCTS, "dgrad")),
+        ("stacking_fusion", "fp4jax_scaled_matmul_kernel", Part(parts.PRODUCTS, "wgrad")),
         ("", "fp4jax_scaled_matmul_kernel", Part(parts.PRODUCTS, "fp4jax")),
         ("custom-call.2", "nvjet_tst_128x256", Part(parts.PRODUCTS, "high precision, backward")),
         ("custom-call.3", "x", Part(parts.ATTENTION)),
