@@ -162,14 +162,20 @@ def _with_qwix(module: Any, model: LlamaConfig, rule: Any, tokens: Array, rngs: 
     return qwix_model(module, Llama(model, rngs=rngs), rule, "embed|head", tokens[:1])
 
 
-def compiled_step(
-    create: Callable[[nnx.Rngs], nnx.Module], batch: Array, compiler_options: Mapping[str, Any] | None = None
-) -> tuple[jax.stages.Compiled, TrainState]:
-    """The train step of a model, which donates its state, and a state."""
+def step_functions(create: Callable[[nnx.Rngs], nnx.Module]) -> tuple[Callable, Callable[[int], TrainState]]:
+    """The train step of a model, and what makes a state from a seed."""
     options = OptimizerOptions(learning_rate=1e-4)
     optimizer = make_optimizer(options, steps=1000)
     architecture = Architecture(create)
     step = make_train_step(architecture, optimizer, make_schedule(options, 1000), clip_norm=options.clip_norm)
-    state = jax.jit(make_init(architecture, optimizer))(0)
+    return step, make_init(architecture, optimizer)
+
+
+def compiled_step(
+    create: Callable[[nnx.Rngs], nnx.Module], batch: Array, compiler_options: Mapping[str, Any] | None = None
+) -> tuple[jax.stages.Compiled, TrainState]:
+    """The train step of a model, which donates its state, and a state."""
+    step, init = step_functions(create)
+    state = jax.jit(init)(0)
     lowered = jax.jit(step, donate_argnums=0).lower(state, batch)
     return lowered.compile(compiler_options=None if compiler_options is None else dict(compiler_options)), state

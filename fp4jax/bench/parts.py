@@ -8,7 +8,7 @@ several parts; it counts for the part that has most of its values.
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 from fp4jax.dot.call import MARK
@@ -109,6 +109,22 @@ class Parts:
         if (hlo_op, kernel) not in self._known:
             self._known[hlo_op, kernel] = self._part(hlo_op, kernel)
         return self._known[hlo_op, kernel]
+
+    def wide(self, sizes: Collection[int]) -> list[Instruction]:
+        """Float32 results of one of these sizes, in values, that are written to memory around products and quantizers.
+
+        Those of head and loss, for one, are no concern of a recipe.
+        """
+        fused = {name for i in self._instructions.values() if i.opcode == "fusion" for name in i.called("calls")}
+        return [
+            instruction
+            for name, computation in self._computations.items()
+            if name not in fused
+            for instruction in computation.instructions.values()
+            if instruction.type.startswith("f32[") and _size(instruction.type) in sizes
+            if instruction.opcode not in CONTROL | _SILENT
+            if self.part(instruction.name, "").group in (PRODUCTS, QUANTIZERS, QUANTILE)
+        ]
 
     def _part(self, hlo_op: str, kernel: str) -> Part:
         instruction = self.instruction(hlo_op, kernel)

@@ -15,7 +15,10 @@ from fp4jax.bench.config import BenchConfig
 from fp4jax.bench.least import Rates, least_seconds
 from fp4jax.bench.measure import Peaks
 from fp4jax.bench.parts import Part, Parts
-from fp4jax.bench.report import Breakdown
+from fp4jax.bench.report import Bar, Bars, Breakdown
+from fp4jax.dot import Explanation, explain
+from fp4jax.models import LlamaConfig
+from fp4jax.train.hlo import Instruction
 from fp4jax.train.naming import parse_recipe
 
 STEPS = 3
@@ -119,8 +122,10 @@ def side_by_side(title: str, found: Mapping[str, Spent], least: tuple[Mapping[st
     )
 
 
-def profile(config: BenchConfig, peaks: Peaks | None) -> Iterator[Breakdown]:
+def profile(config: BenchConfig, peaks: Peaks | None) -> Iterator[Breakdown | Bars]:
     """The train step in BF16 and under each recipe; the table comes anew with every one of them.
+
+    Its JSON also has the products of each, as ``fp4jax.explain`` lists them.
 
     Traces and HLO are kept in a folder beside ``config.out``, from which ``of_folder`` makes the table again.
     """
@@ -128,7 +133,7 @@ def profile(config: BenchConfig, peaks: Peaks | None) -> Iterator[Breakdown]:
     gpu = jax.default_backend() == "gpu"
     names = {"BF16": None, **{f"fp4jax {name}": parse_recipe(name) for name in config.recipes}}
     creators = networks.models(dataclasses.replace(config, baselines=False), model, batch)
-    found, least = {}, []
+    found, least, products, bars = {}, [], {}, []
     for name, recipe in names.items():
         step, state = networks.compiled_step(creators[name], batch, _NO_GRAPHS if gpu else None)
         recorded, hlo = _record(step, state, batch), step.as_text()
@@ -139,7 +144,31 @@ def profile(config: BenchConfig, peaks: Peaks | None) -> Iterator[Breakdown]:
         found[name] = spent(recorded, hlo, STEPS)
         if gpu:
             least.append(least_seconds(model, batch[:, :-1].size, batch.shape[1] - 1, recipe, Rates.of(peaks)))
-        yield side_by_side(networks.step_title(config, "profile of a train step"), found, tuple(least))
+        step, init = networks.step_functions(creators[name])
+        explained = explain(step, jax.eval_shape(init, 0), batch)
+        products[name] = [dataclasses.asdict(product) for product in explained.products]
+        if recipe is not None:
+            bars += _aims(name, found[name], explained, Parts(hlo).wide(_widths(model, batch[:, :-1].size)))
+        table = side_by_side(networks.step_title(config, "profile of a train step"), found, tuple(least))
+        yield dataclasses.replace(table, others={**table.others, "products": dict(products)})
+    if gpu:
+        yield Bars("profile of a train step: aims", tuple(bars))
+
+
+def _widths(model: LlamaConfig, tokens: int) -> set[int]:
+    """Values of activations that linear layers take and give."""
+    queries, keys = (heads * model.head_dim for heads in (model.num_heads, model.num_kv_heads))
+    return {tokens * width for width in (model.embed_dim, model.mlp_dim, queries, keys)}
+
+
+def _aims(name: str, of: Spent, explained: Explanation, wide: list[Instruction]) -> list[Bar]:
+    elsewhere = sum(product.count for product in explained.quantized if product.backend != "hopper")
+    high = sum(s for part, s in of.seconds.items() if part.group == parts.PRODUCTS and "high" in part.detail)
+    return [
+        Bar(f"{name}: products not on hopper", elsewhere, 0, least=False),
+        Bar(f"{name}: products of linear layers in high precision, ms", 1e3 * high, 0, least=False),
+        Bar(f"{name}: float32 [tokens, width] around products", len(wide), 0, least=False),
+    ]
 
 
 def _record(step: jax.stages.Compiled, state: Any, batch: jax.Array) -> bytes:

@@ -5,9 +5,12 @@ import jax.numpy as jnp
 import pytest
 from jax.profiler import ProfileData
 
+import fp4jax
 from fp4jax.bench import parts, profile, trace
 from fp4jax.bench.config import BenchConfig
 from fp4jax.bench.parts import Part, Parts
+from fp4jax.bench.report import Breakdown
+from fp4jax.dot import explain
 from fp4jax.models import MODELS, LlamaConfig
 
 SMALL = LlamaConfig(vocab_size=64, num_layers=1, embed_dim=32, num_heads=1, num_kv_heads=1, head_dim=32, mlp_dim=64)
@@ -53,6 +56,8 @@ ENTRY %main (x: f32[8,16]) -> f32[8] {
   %all-reduce.1 = f32[8]{0} all-reduce(%x), to_apply=%slicing
   %while.1 = f32[8]{0} while(%x), condition=%slicing, body=%slicing, metadata={op_name="jit(step)/jvp(loss)/while"}
   %cast_fusion = bf16[8]{0} fusion(%x), kind=kLoop, calls=%slicing, metadata={op_name="jit(step)/jit(fp4jax_fprop_fp4_xla_1a2b3c4d)/convert"}
+  %wide.1 = f32[8,16]{1,0} multiply(%x, %x), metadata={op_name="jit(step)/jvp(quantize)/mul"}
+  %wide.2 = f32[8,16]{1,0} multiply(%x, %x), metadata={op_name="jit(step)/jvp(loss)/mul"}
   ROOT %add.7 = f32[8]{0} add(%x, %x)
 }
 """  # noqa: E501
@@ -103,6 +108,11 @@ def space(planes: dict[str, dict[str, list[tuple[str, str, int, int]]]]) -> byte
 )
 def test_kernels_are_told_apart(hlo_op, kernel, part):
     assert Parts(HLO).part(hlo_op, kernel) == part
+
+
+def test_wide_results_around_products_are_found():
+    assert [i.name for i in Parts(HLO).wide({8 * 16})] == ["wide.1"]  # nothing inside a fusion, nothing of the loss
+    assert not Parts(HLO).wide({8 * 17})
 
 
 def test_the_innermost_scope_counts():
@@ -159,6 +169,18 @@ def test_several_stand_side_by_side():
     assert table.table().row_count == 6  # two groups, two details, all, the ratio
 
 
+def test_aims_of_a_profile():
+    x, w = jnp.ones((4, 8)), jnp.ones((8, 2))
+    dot = fp4jax.DotGeneral(fp4jax.recipes.fp4())
+    explained = explain(lambda x, w: dot(x, w, (((1,), (0,)), ((), ()))), x, w)
+    of = profile.Spent(
+        {Part(parts.PRODUCTS, "high precision, forward"): 2e-3, Part(parts.PRODUCTS, "fprop"): 1.0}, [], []
+    )
+    bars = profile._aims("fp4", of, explained, Parts(HLO).wide({8 * 16}))
+    assert [bar.value for bar in bars] == [1, 2, 1]  # on xla, in BF16, wide.1
+    assert not any(bar.passed for bar in bars)
+
+
 def test_a_trace_without_a_device_says_what_it_holds():
     recorded = space({"/host:CPU": {"python": [("PjitFunction", "", 0, 500)]}})
     with pytest.raises(ValueError, match=r"planes and lines are \{'/host:CPU': \['python'\]\}"):
@@ -185,6 +207,8 @@ def test_a_profile_of_a_step_is_kept(tmp_path, monkeypatch):
     monkeypatch.setitem(MODELS, "tiny", SMALL)
     config = BenchConfig(model="tiny", seq_len=8, batch_size=1, recipes=(), out=tmp_path / "bench.json")
     (table,) = profile.profile(config, None)
+    assert isinstance(table, Breakdown)
+    assert {p["kind"] for p in table.json()["products"]["BF16"]} == {"plain"}
     assert table.columns == ("BF16",)
     groups = {group for group, _, _ in table.rows}
     assert groups >= {parts.PRODUCTS, parts.ATTENTION, parts.NORMS, parts.SWIGLU, parts.LOSS, parts.OPTIMIZER}
