@@ -3,6 +3,7 @@
 import dataclasses
 import datetime
 import functools
+import itertools
 import json
 import math
 from collections.abc import Iterator, Sequence
@@ -50,26 +51,29 @@ def shapes(config: BenchConfig) -> dict[str, Shape]:
 
 
 def products(config: BenchConfig, peaks: Peaks) -> Iterator[Result | Bars]:
-    """A table a shape; then geometric means, and what was aimed at, which come anew with every shape."""
-    found: dict[str, Result] = {}
-    for name, shape in shapes(config).items():
-        m, n, k, dtype = shape
-        found[name] = Result(
-            f"{name}: [{m}, {k}] · [{k}, {n}], {dtype} out", tuple(_rows(config, shape)), 2.0 * m * n * k, "FLOP",
-            peaks.fp8,
-        )  # fmt: skip
-        yield found[name]
-    forward = [result for name, result in found.items() if WGRAD not in name]
-    backward = [result for name, result in found.items() if WGRAD in name]
-    for what, results in (("products forward", forward), ("weight gradients", backward)):
-        if not results:
-            continue
-        names = [row.name for row in results[0].rows]
-        means = tuple(
-            Row(name, geometric_mean([r.row(name).seconds / r.rows[0].seconds for r in results])) for name in names
+    """A table a shape; after the shapes of each model, geometric means of all so far, and what was aimed at."""
+    found: dict[str, list[Result]] = {}
+    for (_, wgrad), group in itertools.groupby(shapes(config).items(), lambda item: _group(item[0])):
+        what = "weight gradients" if wgrad else "products forward"
+        results = found.setdefault(what, [])
+        for name, shape in group:
+            m, n, k, dtype = shape
+            title = f"{name}: [{m}, {k}] · [{k}, {n}], {dtype} out"
+            results.append(Result(title, tuple(_rows(config, shape)), 2.0 * m * n * k, "FLOP", peaks.fp8))
+            yield results[-1]
+        first = results[0].rows
+        means = (
+            Row(row.name, geometric_mean([of.row(row.name).seconds / of.rows[0].seconds for of in results]))
+            for row in first
         )
-        yield Result(f"geometric mean over {len(results)} {what}", means, 1.0, "")
+        over = f"Over {len(results)} shapes."
+        yield Result(f"{what}: geometric means", tuple(means), 1.0, "", notes=(over,))
         yield aims(what, results)
+
+
+def _group(name: str) -> tuple[str, bool]:
+    """The model of a shape, and whether it is that of a weight gradient."""
+    return name.partition(" ")[0], WGRAD in name
 
 
 def aims(what: str, results: Sequence[Result]) -> Bars:

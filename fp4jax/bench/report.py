@@ -93,6 +93,7 @@ class Result:
 
     def _ratios(self) -> Table:
         table = Table("", f"× {self.rows[0].name}", title=self.title, title_justify="left")
+        table.caption, table.caption_justify = " ".join(self.notes) or None, "left"
         for row in self.rows:
             table.add_row(row.name, f"{self.rows[0].seconds / row.seconds:.3f}")
         return table
@@ -227,7 +228,7 @@ class Bars:
         """For the terminal."""
         table = Table("", "aim", "reached", "", title=self.title, title_justify="left")
         for bar in self.bars:
-            reached = "" if bar.value is None else f"{bar.value:.3g}"
+            reached = "" if bar.value is None else f"{bar.value:.4g}"
             verdict = {True: "pass", False: "short", None: "not measured"}[bar.passed]
             table.add_row(bar.what, f"{'≥' if bar.least else '≤'} {bar.bound:g}", reached, verdict)
         return table
