@@ -30,11 +30,11 @@ def _dot(lhs: Array, rhs: Array, lhs_quantized: Any, rhs_quantized: Any, key: Ke
 
 
 def _dot_fwd(lhs, rhs, lhs_quantized, rhs_quantized, key, call):
-    backend = BACKENDS[call.backend]
+    backend, batch = BACKENDS[call.backend], len(call.geometry.lhs_batch)
     if lhs_quantized is None:
-        lhs_quantized = backend.quantize_lhs(pinned(lhs), call.recipe, call.lhs_axis, key)
+        lhs_quantized = backend.quantize_lhs(pinned(lhs), call.recipe, call.lhs_axis, key, batch)
     if rhs_quantized is None:
-        rhs_quantized = backend.quantize_rhs(pinned(rhs), call.recipe, call.rhs_axis, key)
+        rhs_quantized = backend.quantize_rhs(pinned(rhs), call.recipe, call.rhs_axis, key, batch)
     return backend.fprop(lhs, rhs, lhs_quantized, rhs_quantized, key, call)
 
 
@@ -173,6 +173,8 @@ def _prepare(
     chosen = choose(backend, call)
     quantize = BACKENDS[chosen].quantize_lhs if side == "lhs" else BACKENDS[chosen].quantize_rhs
     quantized = lax.stop_gradient(quantize(lax.stop_gradient(pinned(array)), recipe, axes, key))
+    if side == "rhs":
+        quantized = BACKENDS[chosen].stored_rhs(quantized)
     return Prepared(array, quantized, side, recipe, axes, chosen)
 
 

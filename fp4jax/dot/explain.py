@@ -216,10 +216,12 @@ def _marked(eqn: core.JaxprEqn, name: str, count: int, where: str) -> Iterator[P
     (call, kind, sizes), inner = MARKS[name], eqn.params["jaxpr"].eqns
     if sizes is None:
         found = [(dot, _sizes(dot)) for dot in inner if dot.primitive.name == "dot_general"]
-    else:
+    elif _multiplies(inner):
         m, n, _ = sizes
-        batch = math.prod(_shape(eqn.outvars[0])) // max(1, m * n)  # under vmap
-        found = [(eqn, (batch, *sizes))] if _multiplies(inner) else []
+        batch = math.prod(_shape(eqn.outvars[0])) // max(1, m * n)  # batch axes, and those of vmap
+        found = [(eqn, (batch, *sizes))]
+    else:
+        found = []
     for product, size in found:
         lhs, rhs = _formats(call.recipe, kind, product)
         held, out = (_dtype(product.invars[0]), _dtype(product.invars[1])), _dtype(product.outvars[0])

@@ -7,7 +7,6 @@ written transposed, and those copies are what backward keeps, a byte a value.
 
 import dataclasses
 import functools
-import math
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +32,8 @@ if TYPE_CHECKING:
 
 # Pallas takes a second to import, so functions import the kernels when they are called.
 
-quantize_lhs, quantize_rhs, reshard_rhs = operands.quantize_lhs, operands.quantize_rhs, operands.reshard_rhs
+quantize_lhs, quantize_rhs = operands.quantize_lhs, operands.quantize_rhs
+stored_rhs, reshard_rhs = operands.stored_rhs, operands.reshard_rhs
 
 
 @functools.partial(
@@ -91,12 +91,17 @@ def unsupported(call: Call) -> list[str]:
     recipe, geometry, reasons = call.recipe, call.geometry, []
     if call.lhs_sharding is None and call.rhs_sharding is None and not _one_device():
         reasons.append("there are several devices and no Explicit mesh (a kernel would gather its operands)")
-    if geometry.lhs_batch:
-        reasons.append("batch axes")
-    if geometry.lhs_contract != tuple(range(len(geometry.lhs_free), geometry.lhs_ndim)):
+    batch = len(geometry.lhs_batch)
+    if (geometry.lhs_batch, geometry.rhs_batch) != (tuple(range(batch)),) * 2:
+        reasons.append("batch axes that are not the first axes of both operands, in the same order")
+    if geometry.lhs_contract != tuple(range(batch + len(geometry.lhs_free), geometry.lhs_ndim)):
         reasons.append("lhs is not contracted along its last axes")
-    if geometry.rhs_contract != tuple(range(len(geometry.lhs_contract))):
-        reasons.append("rhs is not contracted along its first axes, in the order of lhs")
+    if geometry.rhs_contract != tuple(range(batch, batch + len(geometry.lhs_contract))):
+        reasons.append("rhs is not contracted along its first axes (but for batch axes), in the order of lhs")
+    if batch and recipe.needs_key:
+        reasons.append("stochastic rounding under batch axes (under a vmap it runs)")
+    if batch and (call.lhs_sharding is not None or call.rhs_sharding is not None):
+        reasons.append("batch axes on a mesh")
     for name in ("fprop.lhs", "fprop.rhs", "dgrad.lhs", "wgrad.rhs"):
         spec = recipe.specs[name]
         if not isinstance(spec, QuantSpec):
@@ -141,16 +146,18 @@ def _unsupported_outliers(occ: OCC | None, spec) -> list[str]:
 def _gradients(residuals: Residuals, g: Array, call: Call) -> "tuple[kernels.Quantized, kernels.Quantized]":
     """Q(dY · sw) [m, n] and Q(dY · sx) transposed [n, m], from one reading of dY after that for the maxima.
 
-    dgrad and wgrad both ask; the compiler runs the equal kernels once.
+    Under batch axes they have an axis b in front, as all operands do. dgrad and wgrad both ask; the compiler runs the
+    equal kernels once.
     """
     spec, parts = call.recipe.dgrad.lhs, split.Split.of(call)
     assert isinstance(spec, QuantSpec)  # as unsupported checks
-    free = len(call.geometry.lhs_free)
+    batch = len(call.geometry.lhs_batch)
+    free = batch + len(call.geometry.lhs_free)
     if parts.mesh is not None:
         g = jax.sharding.reshard(g, NamedSharding(parts.mesh, split.spec(*parts.out)))
 
     def local(g, lhs_scale, rhs_scale):
-        g = g.reshape(math.prod(g.shape[:free]), math.prod(g.shape[free:]))
+        g = operands.matrices(g, batch, free)
         keys = [operands.key_of(residuals.key, spec, place, g) for place in (xla.DGRAD_LHS, xla.WGRAD_RHS)]
         return operands.gradient(g, lhs_scale, rhs_scale, spec, parts.m + parts.n, keys)
 
@@ -187,9 +194,9 @@ def _multiply(
     from fp4jax import kernels
 
     held = dtype if dtype in kernels.gemm.OUT_DTYPES else np.dtype(np.float32)
-    name = call.mark(product, (lhs.shape[0], rhs.shape[0], lhs.shape[1]))
+    name = call.mark(product, (lhs.shape[-2], rhs.shape[-2], lhs.shape[-1]))
     mesh = split.Split.of(call).mesh
-    layouts = [split.Layout.of(explicit_sharding(x), 2).entries for x in (lhs, rhs)]
+    layouts = [split.Layout.of(explicit_sharding(x), x.ndim).entries for x in (lhs, rhs)]
     parts = split.Parts(mesh, layouts[0], layouts[1], out)
     return _marked(name, parts, held, kernels.interpreting())(lhs, rhs, lhs_scale, rhs_scale).astype(dtype)
 
@@ -198,8 +205,11 @@ def fprop(
     lhs: Array, rhs: Array, x: operands.Operand, w: operands.Operand, key: Key | None, call: Call
 ) -> tuple[Array, Residuals]:
     """Y, and what backward needs."""
-    count, parts = len(call.geometry.lhs_contract), split.Split.of(call)
-    free, contracted, rhs_free = lhs.shape[: lhs.ndim - count], rhs.shape[:count], rhs.shape[count:]
+    batch, count, parts = len(call.geometry.lhs_batch), len(call.geometry.lhs_contract), split.Split.of(call)
+    free, contracted = lhs.shape[: lhs.ndim - count], rhs.shape[batch : batch + count]
+    rhs_free = rhs.shape[batch + count :]
+    if batch and x.values.ndim == 2:
+        raise ValueError("lhs was prepared for products without batch axes, and this one has some; pass the array")
     out = _multiply(call, "fprop", x.values, w.transposed, x.scale, w.scale, call.out_dtype, (parts.m, parts.n))
     out = split.unflatten(out, parts.mesh, parts.out, len(free), (*free, *rhs_free))
     if call.out_sharding is not None and parts.mesh is not None:
@@ -236,7 +246,7 @@ def wgrad(residuals: Residuals, g: Array, call: Call) -> Array:
     parts, one, recipe = split.Split.of(call), jnp.float32(1), call.recipe
     out, float32 = (parts.rhs_k, parts.n), np.dtype(np.float32)
     drhs = _multiply(call, "wgrad", residuals.lhs_transposed, q.transposed, one, q.scale, float32, out)
-    shape = (*residuals.contracted, *residuals.rhs_free)
+    shape = (*g.shape[: len(call.geometry.lhs_batch)], *residuals.contracted, *residuals.rhs_free)
     drhs = split.unflatten(drhs, parts.mesh, parts.rhs, len(residuals.contracted), shape)
     if residuals.rhs is not None:
         assert recipe.weight_spec is not None

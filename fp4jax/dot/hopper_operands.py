@@ -6,6 +6,7 @@ of the kernels: four bytes a scale are exchanged, and no values.
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -29,9 +30,11 @@ from fp4jax.typing import Array, Key
 # backward reads has the names of the xla backend.
 FPROP_LHS_NAME, FPROP_RHS_NAME = "fp4jax_fprop_lhs", "fp4jax_fprop_rhs"
 
+BATCH = "fp4jax_batch"  # the axis along which a batch of matrices is mapped, over which scales of a tensor agree too
+
 
 class Operand(NamedTuple):
-    """A quantized operand, written both ways.
+    """A quantized operand, written both ways; under batch axes each array but a scale [] has one axis b in front.
 
     Attributes:
         values: FP8, [m, k] of the activation or [k, n] of the weight.
@@ -78,27 +81,54 @@ def key_of(key: Key | None, spec: QuantSpec, place: int, x: Array) -> Key | None
     return None if key is None else _own_keys(key, x)
 
 
+def matrices(x: Array, batch: int, first: int) -> Array:
+    """[m, k], or [b, m, k] where the first axes are those of a batch; axis ``first`` is the first of k."""
+    lead = (math.prod(x.shape[:batch]),) if batch else ()
+    return x.reshape(*lead, math.prod(x.shape[batch:first]), math.prod(x.shape[first:]))
+
+
+def _each(f: Callable[..., Any], batch: int, in_axes: Any, out_axes: Any) -> Callable[..., Any]:
+    """``f`` on each matrix of a batch."""
+    return jax.vmap(f, in_axes, out_axes, axis_name=BATCH) if batch else f
+
+
+def _axes_of(per_tensor: bool) -> Any:
+    """Where the results of a quantizer have the axis of a batch."""
+    from fp4jax import kernels
+
+    scale = None if per_tensor else 0
+    return kernels.Quantized(*(0, 0, scale, scale))  # pyright: ignore[reportArgumentType]
+
+
 def _activation(
     x: Array, spec: QuantSpec, occ: OCC | None, rows: split.Names, cols: split.Names, key: Key | None
 ) -> Any:
-    """A device's part of an activation [m, k] that is split over mesh axes ``rows`` and ``cols``."""
+    """A device's part of an activation, [m, k] or [b, m, k], that is split over mesh axes ``rows`` and ``cols``."""
     from fp4jax import kernels
 
-    if isinstance(spec.granularity, PerTensor):
-        wanted = kernels.Wanted(None, transposed=True, key=key, names=rows + cols)
-        return kernels.quantize_tiles(x, spec, (wanted,))[0]
-    bounds = None if occ is None else thresholds(x, occ, rows + cols)
-    return kernels.quantize_rows(x, spec, thresholds=bounds, occ=occ, transpose=True, key=key, names=cols)
+    batch, per_tensor = x.ndim - 2, isinstance(spec.granularity, PerTensor)
+    names = rows + cols + (BATCH,) * batch
+    bounds = None if occ is None else thresholds(x.reshape(-1, x.shape[-1]), occ, rows + cols)
+
+    def quantize(x):
+        if per_tensor:
+            return kernels.quantize_tiles(x, spec, (kernels.Wanted(None, transposed=True, key=key, names=names),))[0]
+        return kernels.quantize_rows(x, spec, thresholds=bounds, occ=occ, transpose=True, key=key, names=cols)
+
+    return _each(quantize, batch, 0, _axes_of(per_tensor))(x)
 
 
 def _weight(w: Array, spec: QuantSpec, rows: split.Names, cols: split.Names, key: Key | None) -> Any:
-    """A device's part of a weight [k, n] that is split over mesh axes ``rows`` and ``cols``."""
+    """A device's part of a weight, [k, n] or [b, k, n], that is split over mesh axes ``rows`` and ``cols``."""
     from fp4jax import kernels
 
-    per_tensor = isinstance(spec.granularity, PerTensor)
-    axis, names = (None, rows + cols) if per_tensor else (1, rows)
-    wanted = kernels.Wanted(axis, transposed=True, key=key, names=names)
-    return kernels.quantize_tiles(w, spec, (wanted,))[0]
+    batch, per_tensor = w.ndim - 2, isinstance(spec.granularity, PerTensor)
+    axis, names = (None, rows + cols + (BATCH,) * batch) if per_tensor else (1, rows)
+
+    def quantize(w):
+        return kernels.quantize_tiles(w, spec, (kernels.Wanted(axis, transposed=True, key=key, names=names),))[0]
+
+    return _each(quantize, batch, 0, _axes_of(per_tensor))(w)
 
 
 def specs_of(rows: split.Names, cols: split.Names, scale: split.Names | None) -> Any:
@@ -110,15 +140,15 @@ def specs_of(rows: split.Names, cols: split.Names, scale: split.Names | None) ->
 
 
 @jax.named_scope("quantize")
-def quantize_lhs(lhs: Array, recipe: Recipe, axis: tuple[int, ...], key: Key | None) -> Operand:
-    """The activation as values [m, k], the same transposed, and scales [m] or []."""
+def quantize_lhs(lhs: Array, recipe: Recipe, axis: tuple[int, ...], key: Key | None, batch: int = 0) -> Operand:
+    """The activation as values [m, k], the same transposed, and scales [m] or []; its first axes may be a batch."""
     spec = recipe.activation_spec
     assert spec is not None  # as unsupported checks
     layout, free = split.Layout.of(explicit_sharding(lhs), lhs.ndim), lhs.ndim - len(axis)
     rows, cols = layout.names(*range(free)), layout.names(*range(free, lhs.ndim))
 
     def local(x):
-        flat = x.reshape(math.prod(x.shape[:free]), math.prod(x.shape[free:]))
+        flat = matrices(x, batch, free)
         q = _activation(flat, spec, recipe.outliers, rows, cols, key_of(key, spec, xla.FPROP_LHS, flat))
         return q._replace(reciprocal=None)
 
@@ -133,17 +163,19 @@ def quantize_lhs(lhs: Array, recipe: Recipe, axis: tuple[int, ...], key: Key | N
 
 
 @jax.named_scope("quantize")
-def quantize_rhs(rhs: Array, recipe: Recipe, axis: tuple[int, ...], key: Key | None) -> Operand:
-    """The weight as values [k, n], the same transposed, scales [n] or [], and what its estimator needs."""
+def quantize_rhs(rhs: Array, recipe: Recipe, axis: tuple[int, ...], key: Key | None, batch: int = 0) -> Operand:
+    """The weight as values [k, n], the same transposed, scales [n] or [], and what its estimator needs; its first axes
+    may be a batch.
+    """
     spec = recipe.weight_spec
     assert spec is not None
     per_tensor, estimates = isinstance(spec.granularity, PerTensor), not recipe.weight_estimator.is_identity
-    layout, count = split.Layout.of(explicit_sharding(rhs), rhs.ndim), len(axis)
-    one = [per_tensor or i < count for i in range(rhs.ndim)]  # axes along which r is the same
-    rows, cols = layout.names(*range(count)), layout.names(*range(count, rhs.ndim))
+    layout, free = split.Layout.of(explicit_sharding(rhs), rhs.ndim), batch + len(axis)
+    one = [per_tensor or batch <= i < free for i in range(rhs.ndim)]  # axes along which r is the same
+    rows, cols = layout.names(*range(batch, free)), layout.names(*range(free, rhs.ndim))
 
     def local(w):
-        flat = w.reshape(math.prod(w.shape[:count]), math.prod(w.shape[count:]))
+        flat = matrices(w, batch, free)
         q = _weight(flat, spec, rows, cols, key_of(key, spec, xla.FPROP_RHS, flat))
         if not estimates:
             return q._replace(reciprocal=None), None
@@ -161,6 +193,11 @@ def quantize_rhs(rhs: Array, recipe: Recipe, axis: tuple[int, ...], key: Key | N
         scale=checkpoint_name(q.scale, xla.RHS_NAME),
         reciprocal=reciprocal,
     )
+
+
+def stored_rhs(quantized: Operand) -> Operand:
+    """``quantized`` as it is: two bytes a value, since either product reads its own copy."""
+    return quantized
 
 
 def reshard_rhs(quantized: Operand, axis: tuple[int, ...], sharding: NamedSharding) -> Operand:
@@ -190,13 +227,20 @@ def reshard_rhs(quantized: Operand, axis: tuple[int, ...], sharding: NamedShardi
 def gradient(
     g: Array, lhs_scale: Array, rhs_scale: Array, spec: QuantSpec, names: split.Names, keys: list[Key | None]
 ) -> Any:
-    """A device's part of both quantized gradients; ``names`` are the mesh axes that split dY."""
+    """A device's part of both quantized gradients of dY, [m, n] or [b, m, n]; mesh axes ``names`` split it."""
     from fp4jax import kernels
 
-    m, n = g.shape
-    wanted = (
-        kernels.Wanted(None, jnp.broadcast_to(rhs_scale, (n,)), 1, key=keys[0], names=names),
-        kernels.Wanted(None, jnp.broadcast_to(lhs_scale, (m,)), 0, False, True, key=keys[1], names=names),
-    )
-    first, second = kernels.quantize_tiles(g, spec, wanted)
-    return first._replace(reciprocal=None), second._replace(reciprocal=None)
+    batch = g.ndim - 2
+    names = names + (BATCH,) * batch
+
+    def quantize(g, lhs_scale, rhs_scale):
+        m, n = g.shape
+        wanted = (
+            kernels.Wanted(None, jnp.broadcast_to(rhs_scale, (n,)), 1, key=keys[0], names=names),
+            kernels.Wanted(None, jnp.broadcast_to(lhs_scale, (m,)), 0, False, True, key=keys[1], names=names),
+        )
+        first, second = kernels.quantize_tiles(g, spec, wanted)
+        return first._replace(reciprocal=None), second._replace(reciprocal=None)
+
+    in_axes = 0, *(0 if scale.ndim else None for scale in (lhs_scale, rhs_scale))
+    return _each(quantize, batch, in_axes, (_axes_of(per_tensor=True),) * 2)(g, lhs_scale, rhs_scale)

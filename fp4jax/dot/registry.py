@@ -17,12 +17,19 @@ class Backend(Protocol):
         """Why it cannot run ``call``, a reason each; empty if it can."""
         ...
 
-    def quantize_lhs(self, lhs: Array, recipe: Recipe, axis: tuple[int, ...], key: Key | None) -> Any:
-        """What fprop and wgrad need of the activation, contracted along ``axis`` (negative); a pytree."""
+    def quantize_lhs(self, lhs: Array, recipe: Recipe, axis: tuple[int, ...], key: Key | None, batch: int = 0) -> Any:
+        """What fprop and wgrad need of the activation, contracted along ``axis`` (negative); a pytree.
+
+        ``batch`` is the number of batch axes.
+        """
         ...
 
-    def quantize_rhs(self, rhs: Array, recipe: Recipe, axis: tuple[int, ...], key: Key | None) -> Any:
+    def quantize_rhs(self, rhs: Array, recipe: Recipe, axis: tuple[int, ...], key: Key | None, batch: int = 0) -> Any:
         """What fprop and dgrad need of the weight, contracted along ``axis`` (negative); a pytree."""
+        ...
+
+    def stored_rhs(self, quantized: Any) -> Any:
+        """What ``quantize_rhs`` returned, in as few bytes as fprop and dgrad can do with."""
         ...
 
     def reshard_rhs(self, quantized: Any, axis: tuple[int, ...], sharding: NamedSharding) -> Any:

@@ -79,7 +79,7 @@ class Split:
 
     @classmethod
     def of(cls, call: Call) -> "Split":
-        """How the operands of ``call``, which has no batch axes, are split."""
+        """How the operands of ``call`` are split; one with batch axes has no mesh."""
         geometry = call.geometry
         lhs = Layout.of(call.lhs_sharding, geometry.lhs_ndim)
         rhs = Layout.of(call.rhs_sharding, geometry.rhs_ndim)

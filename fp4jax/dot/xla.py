@@ -43,7 +43,7 @@ class Operand(NamedTuple):
         scale: float32, 1 along the contraction axes, or None for 1.
     """
 
-    values: Array
+    values: Any
     scale: Array | None
 
 
@@ -51,7 +51,7 @@ class Quantized(NamedTuple):
     """A quantized operand of fprop, and the form of it that backward keeps.
 
     Attributes:
-        operand: what fprop multiplies.
+        operand: what fprop multiplies; its values are None where they are to be had from ``kept``.
         kept, kept_scale: values at a byte each and their scale, for the backward product that reuses them, else None.
         delta: ΔX of sparse compensation, float32, or None.
         reciprocal: r of a weight with an estimator, where its scales leave the sum, else None.
@@ -258,8 +258,11 @@ def _negative(axes: tuple[int, ...], ndim: int) -> tuple[int, ...]:
 
 
 @jax.named_scope("quantize")
-def quantize_lhs(lhs: Array, recipe: Recipe, axis: tuple[int, ...], key: Key | None) -> Quantized | None:
+def quantize_lhs(
+    lhs: Array, recipe: Recipe, axis: tuple[int, ...], key: Key | None, batch: int = 0
+) -> Quantized | None:
     """The activation as fprop and wgrad take it; None where fprop leaves it in high precision."""
+    del batch
     spec = recipe.activation_spec
     if spec is None:
         return None
@@ -274,8 +277,11 @@ def quantize_lhs(lhs: Array, recipe: Recipe, axis: tuple[int, ...], key: Key | N
 
 
 @jax.named_scope("quantize")
-def quantize_rhs(rhs: Array, recipe: Recipe, axis: tuple[int, ...], key: Key | None) -> Quantized | None:
+def quantize_rhs(
+    rhs: Array, recipe: Recipe, axis: tuple[int, ...], key: Key | None, batch: int = 0
+) -> Quantized | None:
     """The weight as fprop and dgrad take it; None where fprop leaves it in high precision."""
+    del batch
     spec = recipe.weight_spec
     if spec is None:
         return None
@@ -291,6 +297,13 @@ def quantize_rhs(rhs: Array, recipe: Recipe, axis: tuple[int, ...], key: Key | N
     if spec.granularity.leaves_the_sum and not recipe.weight_estimator.is_identity:
         reciprocal = checkpoint_name(scales.reciprocal, RHS_NAME)
     return Quantized(operand, kept, kept_scale, reciprocal=reciprocal)
+
+
+def stored_rhs(quantized: Quantized | None) -> Quantized | None:
+    """``quantized`` in as few bytes as it takes: one a value, if backward keeps it."""
+    if quantized is None or quantized.kept is None or quantized.kept.dtype != jnp.uint8:
+        return quantized
+    return quantized._replace(operand=quantized.operand._replace(values=None))
 
 
 def reshard_rhs(quantized: Quantized | None, axis: tuple[int, ...], sharding: NamedSharding) -> Quantized | None:
@@ -320,6 +333,10 @@ def fprop(
         kept["rhs"] = rhs
     lhs_operand = _high(lhs, call) if x is None else x.operand
     rhs_operand = _high(rhs, call) if w is None else w.operand
+    if w is not None and w.operand.values is None:
+        assert recipe.weight_spec is not None  # it was quantized
+        assert w.kept is not None  # and stored as what is kept
+        rhs_operand = w.operand._replace(values=_kept(w.kept, recipe.weight_spec.format))
     out = _multiply(lhs_operand, rhs_operand, geometry.fprop, call, "fprop", call.out_sharding)
     if x is not None and x.delta is not None:
         sparse = _high(x.delta, call)

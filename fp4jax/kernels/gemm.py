@@ -7,6 +7,7 @@ import math
 import pathlib
 from collections.abc import Mapping
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -90,7 +91,8 @@ def scaled_matmul(
         config: tile sizes; by default those tuned for the shape.
 
     Returns:
-        [*batch, m, n]. Sizes need not fit the tiles, and may be 0.
+        [*batch, m, n]. Sizes need not fit the tiles, and may be 0. A ``vmap`` over ``lhs`` alone gives one product of
+        so many more rows; any other joins the batch.
 
     Raises:
         TypeError: for operands or an ``out_dtype`` of another dtype.
@@ -109,6 +111,7 @@ def scaled_matmul(
     ]
     if math.prod((*batch, m, n, k)) == 0:
         return jnp.zeros((*batch, m, n), out_dtype)
+    asked = config
     if config is None:
         config = tuned(m, n, k, out_dtype, promote)
     if promote is not None and config.tile_n > 192 and promote < k:
@@ -122,8 +125,27 @@ def scaled_matmul(
             f"{SHARED_BYTES}; "
             "use fewer stages or a smaller tile_n"
         )
-    a, b, a_scale, b_scale = (x.reshape(math.prod(batch), *x.shape[len(batch) :]) for x in (lhs, rhs, *scales))
-    return _run(a, b, a_scale, b_scale, out_dtype, promote, config).reshape(*batch, m, n)
+
+    @jax.custom_batching.custom_vmap
+    def product(*operands: Array) -> Array:
+        a, b, a_scale, b_scale = (x.reshape(math.prod(batch), *x.shape[len(batch) :]) for x in operands)
+        return _run(a, b, a_scale, b_scale, out_dtype, promote, config).reshape(*batch, m, n)
+
+    @product.def_vmap
+    def _(size: int, mapped: list[bool], *operands: Array) -> tuple[Array, bool]:
+        again = functools.partial(scaled_matmul, out_dtype=out_dtype, promote=promote, config=asked)
+        a, b, a_scale, b_scale = operands
+        if not batch and not mapped[1] and not mapped[3]:  # many lhs and one rhs: so many more rows
+            a, a_scale = (_mapped(x, size, own) for x, own in ((a, mapped[0]), (a_scale, mapped[2])))
+            return again(a.reshape(size * m, k), b, a_scale.reshape(size * m), b_scale).reshape(size, m, n), True
+        return again(*(_mapped(x, size, own) for x, own in zip(operands, mapped, strict=True))), True
+
+    return product(lhs, rhs, *scales)
+
+
+def _mapped(x: Array, size: int, has_axis: bool) -> Array:
+    """With an axis of a ``vmap`` in front."""
+    return x if has_axis else jnp.broadcast_to(x, (size, *x.shape))
 
 
 def _run(lhs: Array, rhs: Array, lhs_scale: Array, rhs_scale: Array, out_dtype, promote, config: GemmConfig) -> Array:

@@ -19,8 +19,8 @@ def prepare_weights(model: nnx.Module) -> PreparedWeights:
 
     A step that accumulates gradients prepares the weights once and uses them in all its microbatches. Losses and
     gradients keep every bit: the estimator's factor is applied to the weight itself, in each microbatch. The values
-    cost memory as long as they are used: two bytes a weight on the "hopper" backend, up to three on "xla", and a scale
-    a vector.
+    cost memory as long as they are used: two bytes a weight on the "hopper" backend, one on "xla" (two to four where
+    scales differ along the contraction), and a scale a vector.
 
     Layers that quantize in each call, as before, are those whose recipe rounds weights stochastically, so that each
     call draws its own noise; stacked layers whose blocks follow different recipes; layers whose row in `LAYERS` does

@@ -28,8 +28,9 @@ G = RNG.normal(size=(16, 24)).astype(jnp.bfloat16)
 
 def scaled(lhs, rhs, lhs_scale, rhs_scale, *, out_dtype):
     lhs, rhs = lhs.astype(jnp.float32), rhs.astype(jnp.float32)
-    out = jax.lax.dot_general(lhs, rhs, (((1,), (1,)), ((), ())), precision="highest")
-    return (out * (lhs_scale[:, None] if lhs_scale.ndim else lhs_scale) * rhs_scale).astype(out_dtype)
+    out = jnp.einsum("...mk,...nk->...mn", lhs, rhs, precision="highest")
+    out = out * (lhs_scale[..., None] if lhs_scale.ndim else lhs_scale)
+    return (out * (rhs_scale[..., None, :] if rhs_scale.ndim else rhs_scale)).astype(out_dtype)
 
 
 @pytest.fixture(autouse=True)
@@ -109,6 +110,24 @@ def test_several_contracted_axes_and_scales_that_are_powers_of_two():
     recipe, dims = recipe_of(POWERS, gradient), (((2, 3), (0, 1)), ((), ()))
     x, w, g = X.reshape(2, 8, 4, 8), W.reshape(4, 8, 24), G.reshape(2, 8, 24)
     assert_same(*both(lambda x, w, g, backend: value_and_gradients(x, w, g, backend, recipe, dims), x, w, g))
+
+
+BATCHED = (((3,), (2,)), ((0, 1), (0, 1)))
+
+
+@pytest.mark.parametrize(
+    "recipe", [fp4jax.recipes.fp4(alpha=0.9, quantile="sampled"), fp4jax.recipes.fp4_direct()], ids=lambda r: r.name
+)
+def test_matrices_of_a_batch_share_scales_and_quantiles_of_the_tensor(recipe):
+    """As in attention, or in experts side by side: [2, 2] products of [4, 16] · [16, 24]."""
+    x, w, g = 10 * X.reshape(2, 2, 8, 16), W.reshape(2, 2, 8, 24), G.reshape(2, 2, 4, 24)
+    x, w = x[:, :, :4], jnp.concatenate([w, -2 * w], axis=2)
+    f = functools.partial(value_and_gradients, recipe=recipe, dims=BATCHED)
+    assert_same(*both(f, x, w, g))
+    with kernels.interpret():
+        products = fp4jax.explain(functools.partial(f, backend="hopper"), x, w, g).check(backend="hopper").products
+    sizes = [(p.kind, p.b, p.m, p.n, p.k) for p in products]
+    assert sizes == [("fprop", 4, 4, 24, 16), ("dgrad", 4, 4, 16, 24), ("wgrad", 4, 16, 24, 4)]
 
 
 def test_prepared_operands_give_the_numbers_of_plain_ones():
@@ -287,6 +306,17 @@ def test_what_would_depend_on_the_mesh_is_refused(reason, recipe):
     dot = fp4jax.DotGeneral(recipe, backend="hopper")
     with jax.set_mesh(mesh), kernels.interpret(), pytest.raises(ValueError, match=reason):
         jax.eval_shape(lambda x, w: dot(x, w, MATMUL, key=jax.random.key(0)), x, w)
+
+
+def test_batch_axes_on_a_mesh_are_refused():
+    mesh = jax.make_mesh((2, 2), ("data", "tensor"))
+    shapes = [
+        jax.ShapeDtypeStruct((1, *a.shape), a.dtype, sharding=NamedSharding(mesh, P(None, *s)))
+        for a, s in zip((X, W), LAYOUTS["data"][:2], strict=True)
+    ]
+    dot = fp4jax.DotGeneral(fp4jax.recipes.fp4_vector(), backend="hopper")
+    with jax.set_mesh(mesh), kernels.interpret(), pytest.raises(ValueError, match="batch axes on a mesh"):
+        jax.eval_shape(lambda x, w: dot(x, w, (((2,), (1,)), ((0,), (0,)))), *shapes)
 
 
 def test_inside_shard_map_it_is_refused():

@@ -7,7 +7,7 @@ import pytest
 
 from fp4jax import kernels
 from fp4jax.formats import E2M1
-from fp4jax.kernels import GemmConfig, scaled_matmul
+from fp4jax.kernels import GemmConfig, gemm_device, scaled_matmul
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 SMALL = GemmConfig(tile_n=64, stages=2, epilogue_n=32)
@@ -83,6 +83,32 @@ def test_scalar_scales_and_vmap():
         )
     ones = np.ones((2, 1), np.float32)
     np.testing.assert_array_equal(got, reference(lhs, rhs, 3 * ones, 0.5 * ones, np.float32))
+
+
+@pytest.mark.parametrize(
+    ("axes", "lhs_shape", "rhs_shape"),
+    [
+        ((0, None, 0, None), (1, 80, 128), (1, 24, 128)),  # many lhs, one rhs: more rows
+        ((None, 0, None, 0), (2, 40, 128), (2, 24, 128)),
+        ((0, None, 0, 0), (2, 40, 128), (2, 24, 128)),
+    ],
+    ids=str,
+)
+def test_a_vmap_is_one_launch(monkeypatch, axes, lhs_shape, rhs_shape):
+    launches, launch = [], gemm_device.launch
+
+    def recorded(lhs, rhs, *args, **kwargs):
+        launches.append((lhs.shape, rhs.shape))
+        return launch(lhs, rhs, *args, **kwargs)
+
+    args = operands(40, 24, 64, batch=(2,))
+    mapped = [x if axis == 0 else x[0] for x, axis in zip(args, axes, strict=True)]
+    monkeypatch.setattr(gemm_device, "launch", recorded)
+    with kernels.interpret():
+        got = jax.jit(jax.vmap(lambda *a: scaled_matmul(*a, out_dtype=jnp.float32), axes))(*mapped)
+    assert launches[-1] == (lhs_shape, rhs_shape)
+    whole = [x if axis == 0 else np.stack([x[0]] * 2) for x, axis in zip(args, axes, strict=True)]
+    np.testing.assert_array_equal(got, reference(*whole, np.float32))
 
 
 @pytest.mark.parametrize("sizes", [(0, 8, 16), (8, 0, 16), (8, 8, 0)], ids=str)

@@ -17,6 +17,7 @@ from fp4jax.models import Llama, cross_entropy
 from fp4jax.models.configs import MODELS
 
 recipes = fp4jax.recipes
+STOCHASTIC = fp4jax.QuantSpec(fp4jax.E2M1, rounding=fp4jax.STOCHASTIC)
 
 
 def test_what_it_does_not_support_is_listed():
@@ -37,8 +38,17 @@ def test_what_it_does_not_support_is_listed():
                 fp4jax.dot_general(x, w, dims, recipe=recipe, backend="hopper")
         with pytest.raises(ValueError, match="lhs is not contracted along its last axes"):
             fp4jax.dot_general(x.T, w, (((0,), (0,)), ((), ())), recipe=recipes.fp4(), backend="hopper")
-        with pytest.raises(ValueError, match="batch axes"):
-            fp4jax.dot_general(x[None], w[None], (((2,), (1,)), ((0,), (0,))), recipe=recipes.fp4(), backend="hopper")
+        batch = (((2,), (1,)), ((0,), (0,)))
+        noisy = dataclasses.replace(recipes.fp4(), fprop=fp4jax.Gemm(STOCHASTIC, STOCHASTIC))
+        with pytest.raises(ValueError, match="stochastic rounding under batch axes"):
+            fp4jax.dot_general(x[None], w[None], batch, recipe=noisy, backend="hopper", key=jax.random.key(0))
+        with pytest.raises(ValueError, match="batch axes that are not the first axes of both operands"):
+            fp4jax.dot_general(
+                x[:, None], w[None], (((2,), (1,)), ((1,), (0,))), recipe=recipes.fp4(), backend="hopper"
+            )
+        dot = fp4jax.DotGeneral(recipes.fp4(alpha=None), "hopper")
+        with pytest.raises(ValueError, match="lhs was prepared for products without batch axes"):
+            jax.eval_shape(lambda x, w: dot(dot.prepare_lhs(x), w, batch), x[None], w[None])
 
 
 def test_every_linear_of_a_llama_runs_on_it():

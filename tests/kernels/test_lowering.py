@@ -3,6 +3,7 @@
 By itself and with its blocks in clusters either way, since the tuner may come to prefer those.
 """
 
+import functools
 import json
 
 import jax
@@ -116,3 +117,20 @@ def test_a_quantizer_whose_devices_agree_on_scales():
         text = jax.jit(f).trace(x).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("xla.gpu.triton") == 4
     assert text.count("all_reduce") == 2
+
+
+BATCH, MATMUL = (((2,), (1,)), ((0,), (0,))), (((1,), (0,)), ((), ()))
+
+
+@pytest.mark.parametrize("how", ["batch axes", "vmap", "vmap, one weight"])
+def test_products_of_several_matrices(how):
+    def layer(x, w, g):
+        dims = BATCH if how == "batch axes" else MATMUL
+        y, vjp = jax.vjp(functools.partial(dot, dimension_numbers=dims), x, w)
+        return y, *vjp(g)
+
+    dot, shared = fp4jax.DotGeneral(fp4jax.recipes.fp4(alpha=None), "hopper"), how == "vmap, one weight"
+    f = layer if how == "batch axes" else jax.vmap(layer, in_axes=(0, None if shared else 0, 0))
+    shapes = (2, 512, 256), (256, 768) if shared else (2, 256, 768), (2, 512, 768)
+    text = lower(f, *zip(shapes, (jnp.bfloat16, jnp.float32, jnp.bfloat16), strict=True))
+    assert text.count("custom_call @mosaic_gpu") == 3
