@@ -16,14 +16,13 @@ import json
 import math
 import os
 import pathlib
-import subprocess
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from apart import run_apart, section_file
 from jax import lax
 from rich.console import Console
 
@@ -348,43 +347,6 @@ SECTIONS: Mapping[str, Section] = {
 }
 """In the order in which they run: what is asked most first."""
 HOPPER_ONLY = ("layer", "products")
-
-
-def run_apart(commands: Mapping[str, tuple[Sequence[str], float]], out: pathlib.Path, limit: float) -> dict[str, str]:
-    """Run each command, with its limit in seconds, until all have run or ``limit`` is over; gather what they write.
-
-    Args:
-        commands: by section; each writes ``section_file(out, section)``.
-        out: where all is gathered after each.
-        limit: in seconds, for all.
-
-    Returns:
-        How each section ended: "done", "failed with status …", "stopped after … s", or "not begun".
-    """
-    ends, ended = time.monotonic() + limit, dict.fromkeys(commands, "not begun")
-    for name, (command, own) in commands.items():
-        left = min(own, ends - time.monotonic())
-        if left <= 0:
-            break
-        section_file(out, name).unlink(missing_ok=True)
-        print(f"--- {name}, at most {left:.0f} s", flush=True)
-        try:
-            status = subprocess.run(command, timeout=left, check=False).returncode
-            ended[name] = f"failed with status {status}" if status else "done"
-        except subprocess.TimeoutExpired:
-            ended[name] = f"stopped after {left:.0f} s"
-        gathered = {
-            section: json.loads(file.read_text())
-            for section in commands
-            if (file := section_file(out, section)).exists()
-        }
-        write_whole(out, json.dumps({"sections": ended, **gathered}, indent=1, ensure_ascii=False) + "\n")
-    return ended
-
-
-def section_file(out: pathlib.Path, section: str) -> pathlib.Path:
-    """Where a section writes."""
-    return out.with_suffix(f".{section}.json")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

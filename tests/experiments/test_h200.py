@@ -17,7 +17,9 @@ def h200():
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(PATH.parent)  # as for a script
+        spec.loader.exec_module(module)
     return module
 
 
