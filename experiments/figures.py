@@ -1,5 +1,6 @@
 """The figures of the experiments, from stored results."""
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from experiments.base import DEFAULT_SIZE, HEADLINE, ROOT
 from experiments.experiment import Experiment
 from experiments.statistics import gap_percent
 from experiments.store import Lanes, sources_of
-from experiments.tables import losses_by_rate, setting_text
+from experiments.tables import losses_by_rate, setting_text, token_of
 from fp4jax.train.plots import COLORS, require_matplotlib
 
 type Results = Mapping[str, Lanes]
@@ -22,6 +23,30 @@ ALT = {
     "activations": "Outliers of activations during training, and the SNR of E2M1 without and with OCC",
 }
 """What each figure shows, for the README."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Units:
+    """Of the axes: what a token is called, and in what multiples tokens are counted."""
+
+    token: str
+    multiple: float
+    multiples: str
+
+    @classmethod
+    def of(cls, token: str, results: Results) -> "Units":
+        """Those that suit the longest run."""
+        longest = max(lanes.record["tokens_per_lane"] for lanes in results.values())
+        return cls(token, *((1e6, "millions") if longest >= 1e6 else (1e3, "thousands")))
+
+    @property
+    def label(self) -> str:
+        """Of the axis of training."""
+        return f"training {self.token}s ({self.multiples})"
+
+    def trained(self, lanes: Lanes, steps: np.ndarray) -> np.ndarray:
+        """Tokens seen after so many steps, in `multiples`."""
+        return steps * lanes.record["tokens_per_step"] / self.multiple
 
 
 def files(experiment: Experiment, size: str) -> dict[str, str]:
@@ -37,8 +62,9 @@ def draw(experiment: Experiment, size: str, results: Results, root: Path = ROOT)
         MissingPackageError: matplotlib is not installed.
     """
     require_matplotlib()
+    units = Units.of(token_of(experiment.settings[size]), results)
     for name, file in files(experiment, size).items():
-        figure = FIGURES[name](experiment, results)
+        figure = FIGURES[name](experiment, results, units)
         figure.suptitle(f"{size}: {setting_text(experiment.settings[size], results)}", fontsize=12)
         figure.savefig(root / experiment.name / file)
 
@@ -77,11 +103,7 @@ def _band(axis: Any, x: np.ndarray, rows: np.ndarray, color: str, **style: Any) 
         axis.fill_between(x, mean - std, mean + std, color=color, alpha=0.18, linewidth=0)
 
 
-def _millions(lanes: Lanes, steps: np.ndarray) -> np.ndarray:
-    return steps * lanes.record["tokens_per_step"] / 1e6
-
-
-def _main(experiment: Experiment, results: Results) -> Any:
+def _main(experiment: Experiment, results: Results, units: Units) -> Any:
     colors = colors_of(experiment)
     figure = _new(13, 6.4)
     grid = figure.add_gridspec(2, 2, width_ratios=[1.15, 1], height_ratios=[1.1, 1])
@@ -90,15 +112,15 @@ def _main(experiment: Experiment, results: Results) -> Any:
     named = " + ".join(sources) or "all text"
     for label, lanes in results.items():
         steps, curve = lanes.curve("loss")
-        _band(loss, _millions(lanes, steps)[3:], curve[:, 3:], colors[label], label=label)
+        _band(loss, units.trained(lanes, steps)[3:], curve[:, 3:], colors[label], label=label)
         base = results.get(experiment.baseline)
         if base is not None and base is not lanes:
             gaps = gap_percent(lanes.validation(HEADLINE), base.validation(HEADLINE))
-            x = _millions(lanes, lanes.validation_steps)
+            x = units.trained(lanes, lanes.validation_steps)
             _band(gap, x, gaps, colors[label], marker="o", markersize=5)
     gap.axhline(0, color="black", linewidth=1.5)
-    _tidy(loss, "training tokens (millions)", "training loss (nats per token)")
-    _tidy(gap, "training tokens (millions)", f"gap to {experiment.baseline} (%)", f"validation: {named}")
+    _tidy(loss, units.label, f"training loss (nats per {units.token})")
+    _tidy(gap, units.label, f"gap to {experiment.baseline} (%)", f"validation: {named}")
     handles, labels = loss.get_legend_handles_labels()
     loss.legend(handles, labels, frameon=False, fontsize=11, ncols=2)
     _final_gaps(final, experiment, results, colors)
@@ -132,12 +154,12 @@ def _final_gaps(axis: Any, experiment: Experiment, results: Results, colors: Map
             axis.text(0.99, row + 0.45, text, fontsize=11, ha="right", transform=axis.get_yaxis_transform())
     axis.axvline(0, color="black", linewidth=1.5)
     axis.set_yticks(range(len(arms)), [arm.label for arm in arms])
-    axis.invert_yaxis()
+    axis.set_ylim(len(arms) - 0.35, -0.65)
     legend = "●: a seed   bar: mean" + ("   ◇: the paper (1.3B, 10B tokens)" if paper_base else "")
     axis.text(0, 1.01, legend, transform=axis.transAxes, fontsize=11)
 
 
-def _rates(experiment: Experiment, results: Results) -> Any:
+def _rates(experiment: Experiment, results: Results, units: Units) -> Any:
     colors = colors_of(experiment)
     by_rate = {label: losses_by_rate(lanes) for label, lanes in results.items()}
     gaps = {}
@@ -155,7 +177,7 @@ def _rates(experiment: Experiment, results: Results) -> Any:
         axes[1].axhline(0, color="black", linewidth=1.5)
         _tidy(axes[1], "peak learning rate", f"gap to {experiment.baseline} at the same rate (%)")
     named = " + ".join(sources_of(next(iter(results.values())).record, HEADLINE)) or "all text"
-    _tidy(axes[0], "peak learning rate", "final loss (nats per token)", f"validation: {named}")
+    _tidy(axes[0], "peak learning rate", f"final loss (nats per {units.token})", f"validation: {named}")
     rates = sorted({rate for losses in by_rate.values() for rate in losses})
     for axis in axes:
         axis.set_xscale("log")
@@ -165,7 +187,7 @@ def _rates(experiment: Experiment, results: Results) -> Any:
     return figure
 
 
-def _weights(experiment: Experiment, results: Results) -> Any:
+def _weights(experiment: Experiment, results: Results, units: Units) -> Any:
     colors = colors_of(experiment)
     figure = _new(13, 7)
     norm, clipped, flips, histogram = figure.subplots(2, 2).ravel()
@@ -173,10 +195,10 @@ def _weights(experiment: Experiment, results: Results) -> Any:
         color = colors[label]
         for axis, name, factor in ((norm, "grad_norm", 1), (clipped, "clipped", 100)):
             steps, values = lanes.curve(name)
-            _band(axis, _millions(lanes, steps), factor * values, color, label=label)
+            _band(axis, units.trained(lanes, steps), factor * values, color, label=label)
         steps, values = lanes.probe("weights", "flipped")
         if len(steps):
-            _band(flips, _millions(lanes, steps), 100 * values.T, color, marker="o", markersize=5)
+            _band(flips, units.trained(lanes, steps), 100 * values.T, color, marker="o", markersize=5)
         _, shares = lanes.probe("weights", "histogram")
         last = shares[-1].mean(axis=0)
         histogram.stairs(last * len(last), np.linspace(0, 1, len(last) + 1), color=color, linewidth=2)
@@ -186,15 +208,15 @@ def _weights(experiment: Experiment, results: Results) -> Any:
     norm.minorticks_off()
     clipped.set_ylim(0, 105)
     histogram.axvline(0.5, color="gray", linestyle=":", linewidth=1.5)
-    _tidy(norm, "training tokens (millions)", "gradient norm, before clipping")
-    _tidy(clipped, "training tokens (millions)", "steps with a clipped gradient (%)")
-    _tidy(flips, "training tokens (millions)", "weights whose E2M1 code\nchanges in one step (%)")
+    _tidy(norm, units.label, "gradient norm,\nbefore clipping")
+    _tidy(clipped, units.label, "steps with a clipped\ngradient (%)")
+    _tidy(flips, units.label, "weights whose E2M1 code\nchanges in one step (%)")
     _tidy(histogram, "position of a weight in its E2M1 interval, at the end", "density")
     norm.legend(frameon=False, fontsize=10, ncols=2)
     return figure
 
 
-def _activations(experiment: Experiment, results: Results) -> Any:
+def _activations(experiment: Experiment, results: Results, units: Units) -> Any:
     figure = _new(13, 4.4)
     peaks, snr = figure.subplots(1, 2)
     shown = next(results[label] for label in (experiment.baseline, *results) if label in results)
@@ -202,21 +224,21 @@ def _activations(experiment: Experiment, results: Results) -> Any:
     widths = (6, 2, 2, 2)  # the first and the third coincide
     for color, width, (site, name) in zip(COLORS[1:], widths, sites.items()):
         steps, values = shown.probe("activations", site, "peak")
-        x = _millions(shown, steps)
+        x = units.trained(shown, steps)
         _band(peaks, x, values.mean(axis=2).T, color, marker="o", linewidth=width, label=name)
         for key, style in (("snr", ":"), ("snr_occ", "-")):
             _, values = shown.probe("activations", site, key)
             _band(snr, x, values.mean(axis=2).T, color, marker="o", linewidth=width, linestyle=style)
     snr.plot([], [], "k:", label="E2M1 by token")
     snr.plot([], [], "k-", label="E2M1 by token, OCC α = .99")
-    _tidy(peaks, "training tokens (millions)", "largest |x| over rms, mean of layers", f"{experiment.baseline} arm")
-    _tidy(snr, "training tokens (millions)", "SNR of the activation (dB)")
+    _tidy(peaks, units.label, "largest |x| over rms, mean of layers", f"{experiment.baseline} arm")
+    _tidy(snr, units.label, "SNR of the activation (dB)")
     peaks.legend(frameon=False, fontsize=11)
     snr.legend(frameon=False, fontsize=11)
     return figure
 
 
-FIGURES: dict[str, Callable[[Experiment, Results], Any]] = {
+FIGURES: dict[str, Callable[[Experiment, Results, Units], Any]] = {
     "figure": _main,
     "rates": _rates,
     "weights": _weights,

@@ -43,12 +43,14 @@ class Paired:
 
     Attributes:
         difference: mean of `higher − lower`; positive agrees with the claim.
-        t_p: two-sided p of the paired t test; NaN where it cannot be had.
+        interval: 95 % confidence interval of the difference, by the paired t test; NaN where it cannot be had.
+        t_p: two-sided p of that test; NaN where it cannot be had.
         sign_p: two-sided p of the exact sign-flip permutation test of the mean, at best 2^(1 − n).
         seeds: n.
     """
 
     difference: float
+    interval: tuple[float, float]
     t_p: float
     sign_p: float
     seeds: int
@@ -74,10 +76,12 @@ def paired(lower: np.ndarray, higher: np.ndarray) -> Paired:
     differences = np.asarray(higher, float) - np.asarray(lower, float)
     count, mean = len(differences), float(differences.mean())
     if count < 2 or not np.isfinite(differences).all():
-        return Paired(mean, math.nan, math.nan, count)
+        return Paired(mean, (math.nan, math.nan), math.nan, math.nan, count)
     flips = np.array([np.mean(differences * signs) for signs in itertools.product((1, -1), repeat=count)])
     # Rounding must not tell a flip of all signs from the original.
     sign_p = float(np.mean(np.abs(flips) >= abs(mean) * (1 - 1e-9)))
     if np.ptp(differences) == 0:
-        return Paired(mean, 0.0 if mean else 1.0, sign_p, count)
-    return Paired(mean, float(stats.ttest_rel(higher, lower).pvalue), sign_p, count)
+        return Paired(mean, (mean, mean), 0.0 if mean else 1.0, sign_p, count)
+    test = stats.ttest_rel(higher, lower)
+    low, high = test.confidence_interval(1 - LEVEL)
+    return Paired(mean, (float(low), float(high)), float(test.pvalue), sign_p, count)

@@ -40,11 +40,13 @@ def claims_table(experiment: Experiment, results: Mapping[str, Lanes]) -> str:
     rows = []
     for claim in experiment.claims:
         if claim.lower not in results or claim.higher not in results:
-            rows.append([claim.text, "not run", "", "", ""])
+            rows.append([claim.text, "not run", *[""] * 4])
             continue
         test = paired(results[claim.lower].final(HEADLINE), results[claim.higher].final(HEADLINE))
-        rows.append([claim.text, f"{test.difference:+.4f}", _p(test.t_p), _p(test.sign_p), test.verdict])
-    header = ["claim", "difference, nats", "p, paired t", "p, sign flips", "verdict at .05"]
+        low, high = test.interval
+        interval = "" if math.isnan(low) else f"{low:+.3f} to {high:+.3f}"
+        rows.append([claim.text, f"{test.difference:+.4f}", interval, _p(test.t_p), _p(test.sign_p), test.verdict])
+    header = ["claim", "difference, nats", "95 % interval", "p, paired t", "p, sign flips", "verdict at .05"]
     return markdown(header, rows) if rows else ""
 
 
@@ -64,12 +66,17 @@ def claim_cells(experiment: Experiment, results: Mapping[str, Lanes]) -> list[st
 def setting_text(settings: Settings, results: Mapping[str, Lanes]) -> str:
     """What tells a size's results from those of another: parameters, text, backend, hardware."""
     records = [lanes.record for lanes in results.values()]
-    token = "tokens" if settings.data.text else "bytes"
     hardware = " / ".join(sorted({record["hardware"] for record in records}))
+    parameters, tokens = (records[0][name] / 1e6 for name in ("parameters", "tokens_per_lane"))
     return (
-        f"{records[0]['parameters'] / 1e6:.1f}M parameters, {records[0]['tokens_per_lane'] / 1e6:.2f}M {token} a run, "
+        f"{parameters:.1f}M parameters, {tokens:.2f}M {token_of(settings)}s a run, "
         f"{settings.quantization.backend} backend, {hardware}"
     )
+
+
+def token_of(settings: Settings) -> str:
+    """What a token is called: the novels in the package are read by bytes."""
+    return "token" if settings.data.text else "byte"
 
 
 def circumstances_text(results: Mapping[str, Lanes]) -> str:

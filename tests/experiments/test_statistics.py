@@ -35,6 +35,8 @@ def test_a_paired_comparison_is_scipys_t_test_and_an_exact_permutation():
     )
     assert result.sign_p == exact.pvalue == 2 / 16
     assert result.difference == pytest.approx(0.175)
+    half = stats.t.ppf(0.975, 3) * np.std(higher - lower, ddof=1) / 2
+    np.testing.assert_allclose(result.interval, (0.175 - half, 0.175 + half))
 
 
 @pytest.mark.parametrize(
