@@ -112,7 +112,9 @@ class Program:
         return self._interesting[name]
 
     def _trips(self, loop: Instruction, caller: Computation) -> int | None:
-        """Trip count of `while (i < limit) i += step`, from constants; None for another form."""
+        """Trip count: as XLA found it, or of `while (i < limit) i += step` from constants; None for another form."""
+        if known := _TRIPS.search(loop.attributes):
+            return int(known[1])
         condition, body = (self.computations[loop.called(key)[0]] for key in ("condition", "body"))
         test = condition.instructions[condition.root]
         if test.opcode != "compare" or "direction=LT" not in test.attributes:
@@ -136,6 +138,8 @@ class Program:
 
 
 _HEADER = re.compile(r"^(ENTRY )?%([\w.\-]+) \(.*\{$")
+_METADATA = re.compile(r', metadata=\{(?:[^{}"]|"(?:[^"\\]|\\.)*")*\}')
+_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 _LEFT = re.compile(r"^  (ROOT )?%([\w.\-]+) = ")
 
@@ -154,14 +158,13 @@ def _parse(text: str) -> tuple[dict[str, Computation], str]:
             type_end = _closing(line, left.end()) if line[left.end()] == "(" else line.index(" ", left.end())
             opening = line.index("(", type_end)
             end = _closing(line, opening)
-            attributes, _, metadata = line[end:].partition(", metadata=")
-            op_name = _OP_NAME.search(metadata)
+            op_name = _OP_NAME.search(line, end)
             instruction = Instruction(
                 name=left[2],
                 type=line[left.end() : type_end],
                 opcode=line[type_end:opening].strip(),
                 operands=line[opening + 1 : end - 1],
-                attributes=attributes,
+                attributes=_METADATA.sub("", line[end:]),
                 op_name=op_name[1] if op_name else "",
             )
             instructions[instruction.name] = instruction
