@@ -25,7 +25,7 @@ def h200():
 
 def test_checks_find_the_kernels_equal(h200, tmp_path, monkeypatch):
     tensors = h200._activations
-    monkeypatch.setattr(h200, "_activations", lambda shape: {k: tensors(shape)[k] for k in ("few", "float32")})
+    monkeypatch.setattr(h200, "_activations", lambda shape: {"float32": tensors(shape)["float32"]})
     monkeypatch.setattr(h200, "TRANSPOSING", ())
     out = tmp_path / "o.json"
     assert h200.main([str(out), "--micro", "--sections", "checks", "--here"]) == 0
