@@ -99,13 +99,11 @@ _attention.defvjp(_attention_forward, _attention_backward)
 
 def compiled(recipe: str, args: argparse.Namespace, scan_layers: bool) -> jax.stages.Compiled:
     """The train step of a recipe, compiled for an H200."""
-    import jax_plugins.xla_cuda13 as plugin  # pyright: ignore[reportMissingImports]
-
-    plugin.initialize()
+    jax.devices()  # finds the plugin
     topology = topologies.get_topology_desc("", "cuda", target_config=H200, topology="1x1x1")
     sharding = SingleDeviceSharding(topology.devices[0])
     config = dataclasses.replace(MODELS[args.model], attention="xla", remat=args.remat, scan_layers=scan_layers)
-    rules = () if recipe == "bf16" else default_rules(parse_recipe(recipe))
+    rules = None if recipe == "bf16" else default_rules(parse_recipe(recipe))
     options = OptimizerOptions(learning_rate=1e-4)
     optimizer = make_optimizer(options, steps=1000)
     architecture = Architecture(lambda rngs: Llama(config, rules=rules, rngs=rngs))
@@ -189,8 +187,8 @@ def by_parts(hlo: str) -> dict[str, float]:
     for instruction, times in Program(hlo, opcodes).executed():
         if instruction.opcode not in _FREE:
             group = parts.part(instruction.name, "").group
-            if group == "other" and "broadcast" in instruction.name:
-                group = "copies"  # zeros into which a scan writes what it keeps
+            if instruction.opcode == "fusion-start" or (group == "other" and "broadcast" in instruction.name):
+                group = "copies"  # of a layer's slice of a stack, and the zeros that a scan begins with
             total[group] += moved(instruction, everything, types) * times
     return {group: float(total[group]) for group in GROUPS if total[group]}
 
@@ -198,7 +196,7 @@ def by_parts(hlo: str) -> dict[str, float]:
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=pathlib.Path, help="JSON to write")
-    parser.add_argument("--recipes", nargs="+", default=["bf16", "fp4"])
+    parser.add_argument("--recipes", nargs="*", default=["bf16", "fp4"])
     parser.add_argument("--model", default="1.3b", choices=sorted(MODELS))
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--seq-len", type=int, default=2048)
