@@ -1,7 +1,8 @@
-"""Checks and times the kernels and what is made of them on one H200, in two runs of at most ten minutes:
+"""Checks and times the kernels and what is made of them on one H200, in runs of at most ten minutes:
 
     python experiments/kernels/h200.py a.json --limit 570 --sections checks quantile quantizers clusters layer
-    python experiments/kernels/h200.py b.json --limit 570 --sections profile step products
+    python experiments/kernels/h200.py b.json --limit 570 --sections profile step unrolled
+    python experiments/kernels/h200.py d.json --limit 300 --sections products
     python experiments/kernels/h200.py c.json --micro         # on a CPU: tiny sizes, kernels interpreted
 
 Every section runs in a process of its own and has a limit of its own, so that neither an error of CUDA nor a compiler
@@ -203,6 +204,7 @@ def _short(config: Any) -> str:
 COLUMNS = (Wanted(1, transposed=True),)
 TRANSPOSING = (
     QuantizerConfig(64, 128, 4, packed=4),
+    QuantizerConfig(128, 64, 4, packed=4),
     QuantizerConfig(128, 128, 8, packed=4),
     QuantizerConfig(64, 256, 8, packed=4),
     QuantizerConfig(128, 128, 8),
@@ -339,6 +341,7 @@ SECTIONS: Mapping[str, Section] = {
     "checks": Section(checks, 150),
     "profile": Section(by_bench("profile", recipes=("fp4", "fp4_vector")), 150),
     "step": Section(by_bench("step", recipes=RECIPES, baselines=False), 180),
+    "unrolled": Section(by_bench("step", recipes=("fp4", "fp4_vector"), baselines=False, scan_layers=False), 280),
     "layer": Section(by_bench("layer", recipes=RECIPES), 90),
     "quantile": Section(quantiles, 60),
     "quantizers": Section(quantizers, 120),

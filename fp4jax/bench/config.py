@@ -42,6 +42,9 @@ class BenchConfig:
     """Sequences in a step."""
     remat: Literal["none", "full", "dots", "quantized"] = "none"
     """What the backward pass of step recomputes."""
+    scan_layers: bool = True
+    """Compile one block of the model, and loop over it; else every block by itself, which takes XLA several times as
+    long and saves the copies of what the loop keeps for backward."""
     iterations: int = 10
     """How often each is run; the median counts."""
     baselines: bool = True

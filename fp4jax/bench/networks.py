@@ -116,7 +116,8 @@ def steps(config: BenchConfig, peaks: Peaks | None) -> Iterator[Result | Bars]:
 
 def step_title(config: BenchConfig, what: str) -> str:
     """What of which step."""
-    return f"{what} of {config.model}, {config.batch_size} × {config.seq_len} tokens, remat {config.remat}"
+    layers = "" if config.scan_layers else ", layers unrolled"
+    return f"{what} of {config.model}, {config.batch_size} × {config.seq_len} tokens, remat {config.remat}{layers}"
 
 
 def step_inputs(config: BenchConfig) -> tuple[LlamaConfig, Array]:
@@ -127,6 +128,7 @@ def step_inputs(config: BenchConfig) -> tuple[LlamaConfig, Array]:
         MODELS[config.model],
         max_seq_len=max(MODELS[config.model].max_seq_len, config.seq_len),
         remat=config.remat,
+        scan_layers=config.scan_layers,
     )
     rng = np.random.default_rng(0)
     batch = rng.integers(0, model.vocab_size, (config.batch_size, config.seq_len + 1))
