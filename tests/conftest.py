@@ -8,6 +8,7 @@ os.environ["XLA_FLAGS"] = (
 
 import jax
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 # Optax and Flax NNX raise under strict promotion, so folders that call them are exempt;
 # everything fp4jax computes by itself is held to it.
@@ -35,6 +36,29 @@ def _strict_promotion(request: pytest.FixtureRequest):
     else:
         with jax.numpy_dtype_promotion("strict"):
             yield
+
+
+@pytest.fixture(scope="session")
+def program_folder(tmp_path_factory):
+    """Where the programs of `program_cache` lie, for all files."""
+    return tmp_path_factory.mktemp("programs")
+
+
+@pytest.fixture(scope="module")
+def program_cache(program_folder):
+    """JAX's cache of compiled programs, for files whose tests compile the same ones; a new process has none."""
+    options = {
+        "jax_compilation_cache_dir": str(program_folder),
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    before = {name: getattr(jax.config, name) for name in options}
+    for name, value in options.items():
+        jax.config.update(name, value)
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

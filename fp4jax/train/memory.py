@@ -20,7 +20,7 @@ A linear layer from n to m features keeps of its input and of its weight
     without a recipe              a T n (once for layers that share it)      a n m
     with one, where reused        T n + scales: a byte a value               n m + scales
     with one, where not reused    a T n                                      4 n m
-    with DGE                                                                 4 n m beside the codes
+    with DGE                                                                 4 n m beside the codes, scales again
 
 once for layers that read the same input under the same recipe. With sparse compensation a T n more, for the residual.
 On a mesh the weights of output and down, and those without a recipe, are gathered for use: a device keeps those of all
@@ -104,7 +104,7 @@ def block_activations(
                 inputs += layer.input_codes
             plain = max(plain, 0 if codes_only else layer.plain_input)
             inputs += 0 if codes_only else layer.residual
-            weights += layer.weight_codes + (0 if codes_only else layer.plain_weight)
+            weights += layer.weight_codes + layer.weight_factors + (0 if codes_only else layer.plain_weight)
             products += 0 if name == "mlp.down" else layer.product  # whose result is the next block's input
         inputs += plain
     if remat == "full":
@@ -189,9 +189,22 @@ class _Linear:
         recipe = self.recipe
         if recipe is None or not isinstance(recipe.dgrad.rhs, Reuse) or recipe.weight_spec is None:
             return 0
-        vectors = self.m if isinstance(recipe.weight_spec.granularity, PerVector) else 1
         parts = self.share.fsdp if self.columns else 1
-        return self.n // parts * self.m + 4 * vectors
+        return self.n // parts * self.m + self._weight_scales
+
+    @property
+    def weight_factors(self) -> int:
+        """1 / scale, by which an estimator such as DGE finds the places of the weights on the grid."""
+        recipe = self.recipe
+        if recipe is None or recipe.weight_spec is None or recipe.weight_estimator.is_identity:
+            return 0
+        return self._weight_scales if recipe.weight_spec.granularity.leaves_the_sum else 0
+
+    @property
+    def _weight_scales(self) -> int:
+        assert self.recipe is not None
+        assert self.recipe.weight_spec is not None
+        return 4 * (self.m if isinstance(self.recipe.weight_spec.granularity, PerVector) else 1)
 
     @property
     def plain_weight(self) -> int:

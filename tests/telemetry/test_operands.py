@@ -68,7 +68,7 @@ CASES = {
     ("case", "dtype"),
     [
         *((case, "float32") for case in CASES),
-        *((case, dtype) for case in ("nvfp4", "occ sparse") for dtype in ("bfloat16", "float16")),
+        *(("nvfp4", "bfloat16"), ("occ sparse", "bfloat16"), ("occ sparse", "float16")),
     ],
 )
 def test_statistics_equal_a_recomputation_in_numpy(case, dtype):
@@ -124,9 +124,9 @@ def test_what_is_not_finite_makes_no_finite_statistic(case, bad):
 def test_the_snr_does_not_depend_on_the_size_of_the_values(power):
     x = heavy((24, 40))
     x[np.abs(x) < 1e-3] = 0
-    near, far = (measure(v, QuantSpec(E2M1), axis=-1, outliers=OCC()) for v in (x, np.ldexp(x, power)))
+    near, far = (measure(v, QuantSpec(E2M1), axis=-1, outliers=OCC(0.97)) for v in (x, np.ldexp(x, power)))
     for name in ("snr_db", "cosine", "underflow", "residual_energy", "crest", "scale_spread"):
-        assert float(near[name]) == pytest.approx(float(far[name]), rel=1e-5), name
+        assert float(near[name]) == pytest.approx(float(far[name]), rel=1e-5, abs=1e-5), name
 
 
 def test_subnormal_float16_values_count():
@@ -139,7 +139,8 @@ def test_subnormal_float16_values_count():
 
 def test_stochastic_rounding_is_measured_as_it_is_drawn():
     spec, x, key = QuantSpec(E2M1, rounding=fp4jax.STOCHASTIC), heavy((24, 40)), jax.random.key(3)
-    drawn = np.asarray(fp4jax.quantize(x, spec, axis=-1, key=key).dequantize(), np.float64)
+    draw = jax.jit(lambda x: fp4jax.quantize(x, spec, axis=-1, key=key).dequantize(), compiler_options=QUICK)
+    drawn = np.asarray(draw(x), np.float64)
     exact = x.astype(np.float64)
     expected = 10 * np.log10(np.sum(exact**2) / np.sum((exact - drawn) ** 2))
     assert float(measure(x, spec, axis=-1, key=key)["snr_db"]) == pytest.approx(expected, abs=1e-4)
@@ -184,7 +185,8 @@ def test_the_histogram_of_factors_equals_a_recomputation_in_numpy(estimator):
 
 def test_a_weight_that_is_not_finite_has_no_factor():
     w = jnp.array([[1.0, jnp.nan], [0.5, 2.0]])
-    actual = factor_histogram(w, QuantSpec(E2M1), axis=0, estimator=DGE())
+    histogram = functools.partial(factor_histogram, spec=QuantSpec(E2M1), axis=0, estimator=DGE())
+    actual = jax.jit(histogram, compiler_options=QUICK)(w)
     assert float(actual.sum()) == 0.5
 
 
