@@ -243,10 +243,11 @@ def _gathered(rhs: Array, lhs: Array, dnums: DimensionNumbers) -> Array:
 
 
 def _reshard(x: Array, entries: list[Any], like: NamedSharding) -> Array:
-    """``x`` split over these axes of the mesh of ``like``."""
-    whole = NamedSharding(like.mesh, PartitionSpec(*entries))
-    own = explicit_sharding(x)
-    if x.dtype != jnp.bfloat16 or (own is not None and tuple(entries) == tuple(own.spec)):
+    """``x`` split over these axes of the mesh of ``like``; itself if it is, so that a scan need not keep it twice."""
+    own, whole = explicit_sharding(x), NamedSharding(like.mesh, PartitionSpec(*entries))
+    if own is not None and tuple(own.spec) == tuple(entries):
+        return x
+    if x.dtype != jnp.bfloat16:
         return jax.sharding.reshard(x, whole)
     # As bits, since XLA's CPU code widens collectives of bfloat16.
     bits = jax.sharding.reshard(lax.bitcast_convert_type(x, jnp.uint16), whole)
