@@ -3,7 +3,6 @@
 import dataclasses
 import math
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -192,8 +191,3 @@ def _unit(largest: Array) -> tuple[Array, Array]:
     field = jnp.where((largest == 0) | ~jnp.isfinite(largest), 127, field)
     power, inverse = (lax.bitcast_convert_type(f << 23, jnp.float32) for f in (field, 254 - field))
     return power, inverse
-
-
-def stack_statistics(stats: dict[str, jax.Array]) -> Array:
-    """The statistics as a vector, in the order of ``STATISTICS``."""
-    return jnp.stack([stats[name] for name in STATISTICS])

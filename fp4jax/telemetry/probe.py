@@ -11,6 +11,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from fp4jax.dot.geometry import Geometry, scale_to_result
@@ -23,15 +24,16 @@ from fp4jax.telemetry.operands import (
     factor_histogram,
     find_operand_scale,
     operand_statistics,
-    stack_statistics,
 )
 from fp4jax.typing import Array, DimensionNumbers, Key
 
 PLACES = ("fprop.lhs", "fprop.rhs", "dgrad.lhs", "dgrad.rhs", "wgrad.lhs", "wgrad.rhs")
 """The operands, in the order of ``Recipe.specs``: the rows of a probe. Only those that are quantized are measured."""
 
-COLUMNS = ("calls", *STATISTICS, *(f"factor_{i}" for i in range(len(FACTOR_EDGES) - 1)))
-"""The columns of a probe: how often the operand was measured, then sums over those calls."""
+NOISE = "noise_share"
+COLUMNS = ("calls", NOISE, *STATISTICS[1:], *(f"factor_{i}" for i in range(len(FACTOR_EDGES) - 1)))
+"""The columns of a probe: how often the operand was measured, then sums over those calls. In place of the SNR, which is
+infinite where nothing was lost, stands its reciprocal, Σ (x - x̂)² / Σ x²."""
 
 SHAPE = (len(PLACES), len(COLUMNS))
 
@@ -67,8 +69,8 @@ def observe(
         ...     y = fp4jax.dot_general(x, w, numbers, recipe=recipe)
         ...     return observe(y, probe, x, w, numbers, recipe, None).sum()
         >>> sums = jax.grad(loss)(jnp.zeros(SHAPE))
-        >>> round(float(sums[PLACES.index("fprop.lhs"), COLUMNS.index("snr_db")]), 2)  # 5 became 4
-        17.92
+        >>> round(float(sums[PLACES.index("fprop.lhs"), COLUMNS.index("noise_share")]), 4)  # 5 became 4: 1/62
+        0.0161
     """
     geometry = Geometry.make(lhs.ndim, rhs.ndim, dimension_numbers)
     static = Observed(recipe, geometry)
@@ -155,9 +157,10 @@ def _row(x: Array, place: str, axis: tuple[int, ...], static: Observed, key: Key
     assert isinstance(spec, QuantSpec)
     # dot_general folds the number of the operand into the key, so that this draws what the product drew.
     subkey = jax.random.fold_in(key, PLACES.index(place)) if key is not None and spec.needs_key else None
-    stats = stack_statistics(operand_statistics(x, spec, axis=axis, key=subkey, **options))
-    empty = jnp.zeros(len(FACTOR_EDGES) - 1, jnp.float32)
-    return jnp.concatenate([jnp.ones(1, jnp.float32), stats, empty])
+    stats = operand_statistics(x, spec, axis=axis, key=subkey, **options)
+    noise = jnp.power(jnp.float32(10), -stats["snr_db"] / np.float32(10))
+    columns = jnp.stack([jnp.float32(1), noise, *(stats[name] for name in STATISTICS[1:])])
+    return jnp.concatenate([columns, jnp.zeros(len(FACTOR_EDGES) - 1, jnp.float32)])
 
 
 def _table(rows: dict[str, Array]) -> Array:

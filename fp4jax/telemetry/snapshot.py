@@ -10,7 +10,7 @@ import numpy as np
 from flax import nnx
 
 from fp4jax.telemetry.operands import FACTOR_EDGES, SQRT3_DB, STATISTICS
-from fp4jax.telemetry.probe import COLUMNS, PLACES, SHAPE
+from fp4jax.telemetry.probe import COLUMNS, NOISE, PLACES, SHAPE
 
 _LEAVES = ("probe", "forward")
 _PLUMBING = ("dot_general", "einsum_op")
@@ -24,7 +24,8 @@ class Record:
         layer: dotted path of the layer, such as ``layers.attention.query``.
         index: which of a stack, such as (3,); () for a layer that is not stacked.
         place: one of ``telemetry.PLACES``.
-        values: the ``telemetry.STATISTICS``; means over ``calls``.
+        values: the ``telemetry.STATISTICS``; means over ``calls``, of ``snr_db`` the mean of 1/SNR as an SNR: a call
+            that lost nothing adds no noise.
         calls: how often it was measured: 1, or more where a layer runs again or gradients are accumulated.
         factors: shares of the weights by the factor of their gradient (``telemetry.FACTOR_EDGES``); empty but for a
             weight with an estimator such as DGE.
@@ -110,7 +111,7 @@ class Snapshot:
         for record in self.records:
             if record.place.startswith(product):
                 noise[record.label] = noise.get(record.label, 0.0) + 10 ** (-record.snr_db / 10)
-        return {label: -10 * math.log10(share) if share > 0 else _limit(share) for label, share in noise.items()}
+        return {label: _decibels(share) for label, share in noise.items()}
 
     def worst(self, count: int = 5, product: str = "fprop") -> list[tuple[str, float]]:
         """The layers that FP4 hurts most: (label, ``product_snr_db``), lowest first, NaN before."""
@@ -187,6 +188,7 @@ def _records(layer: str, index: tuple[int, ...], table: np.ndarray) -> list[Reco
         if calls == 0:
             continue
         means = dict(zip(COLUMNS[1:], (row[1:] / calls).tolist(), strict=True))
+        means["snr_db"] = _decibels(means[NOISE])
         factors = tuple(means[f"factor_{i}"] for i in range(len(FACTOR_EDGES) - 1))
         found.append(
             Record(
@@ -218,5 +220,8 @@ def _pure(sums: Any) -> Any:
     return nnx.to_pure_dict(sums) if isinstance(sums, nnx.State) else sums
 
 
-def _limit(share: float) -> float:
-    return math.nan if math.isnan(share) else math.inf
+def _decibels(noise_share: float) -> float:
+    """The SNR; infinite without noise, NaN where the share is."""
+    if noise_share > 0:
+        return -10 * math.log10(noise_share)
+    return math.nan if math.isnan(noise_share) else math.inf

@@ -171,6 +171,19 @@ def test_a_product_that_runs_again_is_averaged():
     )
 
 
+def test_a_call_that_lost_nothing_adds_no_noise():
+    """Its SNR is infinite; that of both calls is that of the other and 3 dB."""
+    x, w, dy = operands()
+    exact = jnp.ones_like(x)
+
+    def loss(probe):
+        return _again(x, w, dy, probe) + _again(exact, w, dy, probe)
+
+    (both,) = collect({"layer": {"probe": jitted(jax.grad(loss))(jnp.zeros(SHAPE))}}).of(place="fprop.lhs")
+    one = statistics(np.asarray(x), QuantSpec(E2M1), 1)["snr_db"]
+    assert both.snr_db == pytest.approx(one + 10 * np.log10(2), abs=1e-4)
+
+
 def test_vmap_gives_a_row_to_each_example_or_averages():
     x, w, dy = operands()
     xs = jnp.stack([x, x[::-1] * 2])
@@ -217,8 +230,8 @@ def test_inside_shard_map_the_parts_of_all_devices_are_averaged():
     parts = [statistics(np.asarray(x[i : i + 3]), QuantSpec(E2M1), 1) for i in range(0, 24, 3)]
     (record,) = collect({"layer": {"probe": sums}}).of(place="fprop.lhs")
     assert record.calls == 8
-    mean = np.mean([part["snr_db"] for part in parts])
-    assert record.snr_db == pytest.approx(mean, abs=1e-4)
+    noise = np.mean([10 ** (-part["snr_db"] / 10) for part in parts])
+    assert record.snr_db == pytest.approx(-10 * np.log10(noise), abs=1e-4)
 
 
 def test_no_row_without_a_quantizer():
