@@ -21,7 +21,7 @@ _HIGH_IS_BAD = ("mse", "underflow", "clipped", "nonfinite", "residual_saturated"
 def draw_heatmap(
     snapshot: Snapshot, path: str | os.PathLike[str], *, statistic: str = "snr_db", title: str | None = None
 ) -> None:
-    """Write a PNG: a row for each kind of layer, a group of columns for each operand, in it a column for each block.
+    """Draw a row for each kind of layer, a group of columns for each operand, in it a column for each block.
 
     Layers whose paths differ by one number (``layers.0.mlp.up``, ``layers.1.mlp.up``) or that are stacked share a row.
     Dark is bad. A cell in which nothing was lost is white and says "exact"; one that was not finite, or not measured,
@@ -29,13 +29,13 @@ def draw_heatmap(
 
     Args:
         snapshot: from a ``Meter``, ``collect`` or ``read``.
-        path: of the PNG.
+        path: of the figure; its suffix says the format, such as .svg. Without one it is a PNG.
         statistic: which of ``telemetry.STATISTICS`` to show.
         title: above the figure.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed.
-        ValueError: an unknown statistic, or an empty snapshot.
+        ValueError: an unknown statistic, an empty snapshot, or a suffix that matplotlib does not know.
     """
     if statistic not in STATISTICS:
         raise ValueError(f"statistic={statistic!r} is none of {', '.join(STATISTICS)}")
@@ -59,10 +59,10 @@ def draw_grids(
     high_is_dark: bool,
     form: Callable[[float], str] | None = None,
 ) -> None:
-    """Write a PNG of matrices side by side, with common rows and a common scale of colors.
+    """Draw matrices side by side, with common rows and a common scale of colors.
 
     Args:
-        path: of the PNG.
+        path: of the figure; its suffix says the format.
         names: of the rows.
         grids: for each title a float64 [rows, columns]; NaN is left blank, infinity reads "exact".
         label: of the color bar.

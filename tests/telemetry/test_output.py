@@ -154,6 +154,8 @@ def test_the_heat_map_is_darkest_where_the_snr_is_lowest(tmp_path):
     image = matplotlib.image.imread(tmp_path / "heat.png")[..., :3]
     viridis_low = np.array([68, 1, 84]) / 255
     assert (np.abs(image - viridis_low).max(axis=-1) < 0.01).mean() > 0.01
+    telemetry.draw_heatmap(SNAPSHOT, tmp_path / "heat.svg")
+    assert (tmp_path / "heat.svg").read_text().startswith("<?xml")
     with pytest.raises(ValueError, match="statistic='loss' is none of snr_db, cosine"):
         telemetry.draw_heatmap(SNAPSHOT, tmp_path / "heat.png", statistic="loss")
 
