@@ -13,11 +13,12 @@ import numpy as np
 import pytest
 from micro import write_text
 
-from fp4jax.cli import main
+from fp4jax.cli import INTERRUPTED, main
 from fp4jax.train import distributed
 from fp4jax.train.checkpoint import Checkpointer
 from fp4jax.train.config import DistributedOptions
 from fp4jax.train.errors import ConfigError
+from fp4jax.train.loop import AGREE_EVERY
 from fp4jax.train.metrics import read_metrics
 
 SCRIPT = Path(__file__).with_name("train_process.py")
@@ -100,6 +101,34 @@ def test_a_process_that_dies_takes_the_other_with_it(tmp_path):
     assert code != 0
     # Either a collective fails at once, or the silence is noticed.
     assert "start all of them again with --resume" in output(out, 0), output(out, 0)[-2000:]
+
+
+@pytest.mark.slow
+def test_a_signal_to_one_process_stops_and_saves_both(tmp_path):
+    """They agree on the step, and none waits for a collective of the other."""
+    text = ["--text", *map(str, write_text(tmp_path))]
+    out = tmp_path / "run"
+    processes = start([*SHAPE, *text, "--steps", "100000", "--eval-every", "20", "--eval-batches", "1"], out)
+    try:
+        began = time.monotonic()
+        while not read_metrics_if_any(out) and time.monotonic() - began < 200:
+            time.sleep(0.5)
+        processes[1].send_signal(signal.SIGINT)
+        codes = [process.wait(timeout=120) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert codes == [INTERRUPTED, INTERRUPTED], output(out, 0)[-2000:]
+    with Checkpointer(out / "checkpoints") as checkpointer:
+        (step,) = checkpointer.steps()
+    assert step % AGREE_EVERY == 0
+    assert f"interrupted fp4 after step {step}, and saved; to go on:" in output(out, 0)
+    assert max(row["step"] for row in read_metrics(out)) == step
+
+
+def read_metrics_if_any(folder: Path) -> list:
+    """Rows that process 0 has flushed; there are some once a file of metrics has any."""
+    return read_metrics(folder) if (folder / "metrics.jsonl").exists() else []
 
 
 def test_a_coordinator_needs_a_port():
