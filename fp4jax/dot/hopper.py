@@ -17,8 +17,9 @@ from jax.sharding import NamedSharding
 
 from fp4jax.blocks import explicit_sharding
 from fp4jax.dot import hopper_operands as operands
-from fp4jax.dot import split, xla
+from fp4jax.dot import split
 from fp4jax.dot.call import Call
+from fp4jax.dot.xla_operands import DGRAD_LHS, WGRAD_RHS
 from fp4jax.exact import as_float32, multiply
 from fp4jax.formats import E4M3
 from fp4jax.outliers import OCC
@@ -158,7 +159,7 @@ def _gradients(residuals: Residuals, g: Array, call: Call) -> "tuple[kernels.Qua
 
     def local(g, lhs_scale, rhs_scale):
         g = operands.matrices(g, batch, free)
-        keys = [operands.key_of(residuals.key, spec, place, g) for place in (xla.DGRAD_LHS, xla.WGRAD_RHS)]
+        keys = [operands.key_of(residuals.key, spec, place, g) for place in (DGRAD_LHS, WGRAD_RHS)]
         return operands.gradient(g, lhs_scale, rhs_scale, spec, parts.m + parts.n, keys)
 
     scale_specs = [

@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding
 
 from fp4jax import outliers
 from fp4jax.blocks import explicit_sharding
-from fp4jax.dot import split, xla
+from fp4jax.dot import split, xla_operands
 from fp4jax.exact import as_float32
 from fp4jax.outliers import OCC
 from fp4jax.quantize import QuantSpec
@@ -76,8 +76,8 @@ def _own_keys_vmap(axis_size, in_batched, keys, like):
 
 
 def key_of(key: Key | None, spec: QuantSpec, place: int, x: Array) -> Key | None:
-    """The key of the quantizer of ``x`` at ``place``, such as ``xla.FPROP_LHS``; None for one without noise."""
-    key = xla.subkey(key, spec, place)
+    """The key of the quantizer of ``x`` at ``place``, such as ``FPROP_LHS``; None for one without noise."""
+    key = xla_operands.subkey(key, spec, place)
     return None if key is None else _own_keys(key, x)
 
 
@@ -149,15 +149,15 @@ def quantize_lhs(lhs: Array, recipe: Recipe, axis: tuple[int, ...], key: Key | N
 
     def local(x):
         flat = matrices(x, batch, free)
-        q = _activation(flat, spec, recipe.outliers, rows, cols, key_of(key, spec, xla.FPROP_LHS, flat))
+        q = _activation(flat, spec, recipe.outliers, rows, cols, key_of(key, spec, xla_operands.FPROP_LHS, flat))
         return q._replace(reciprocal=None)
 
     specs = specs_of(rows, cols, None if isinstance(spec.granularity, PerTensor) else rows)
     q = split.run(layout.mesh, local, layout.spec, specs)(lhs)
     return Operand(
         values=checkpoint_name(q.values, FPROP_LHS_NAME),
-        transposed=checkpoint_name(q.transposed, xla.LHS_NAME),
-        scale=checkpoint_name(q.scale, xla.LHS_NAME),
+        transposed=checkpoint_name(q.transposed, xla_operands.LHS_NAME),
+        scale=checkpoint_name(q.scale, xla_operands.LHS_NAME),
         reciprocal=None,
     )
 
@@ -176,7 +176,7 @@ def quantize_rhs(rhs: Array, recipe: Recipe, axis: tuple[int, ...], key: Key | N
 
     def local(w):
         flat = matrices(w, batch, free)
-        q = _weight(flat, spec, rows, cols, key_of(key, spec, xla.FPROP_RHS, flat))
+        q = _weight(flat, spec, rows, cols, key_of(key, spec, xla_operands.FPROP_RHS, flat))
         if not estimates:
             return q._replace(reciprocal=None), None
         shape = [1 if whole else size for size, whole in zip(w.shape, one, strict=True)]
@@ -186,11 +186,11 @@ def quantize_rhs(rhs: Array, recipe: Recipe, axis: tuple[int, ...], key: Key | N
     entries = split.spec(*(() if whole else names for names, whole in zip(layout.entries, one, strict=True)))
     q, reciprocal = split.run(layout.mesh, local, layout.spec, (specs, entries if estimates else None))(rhs)
     if reciprocal is not None:
-        reciprocal = checkpoint_name(reciprocal, xla.RHS_NAME)
+        reciprocal = checkpoint_name(reciprocal, xla_operands.RHS_NAME)
     return Operand(
-        values=checkpoint_name(q.values, xla.RHS_NAME),
+        values=checkpoint_name(q.values, xla_operands.RHS_NAME),
         transposed=checkpoint_name(q.transposed, FPROP_RHS_NAME),
-        scale=checkpoint_name(q.scale, xla.RHS_NAME),
+        scale=checkpoint_name(q.scale, xla_operands.RHS_NAME),
         reciprocal=reciprocal,
     )
 

@@ -83,7 +83,7 @@ def test_on_a_mesh():
 
     with jax.set_mesh(mesh):
         tokens = jax.device_put(TOKENS, batch_sharding(mesh))
-        assert_bit_equal(*both(architecture(RECIPES, remat="full"), place, tokens))
+        assert_bit_equal(*both(architecture(RECIPES), place, tokens))
 
 
 def maxima(arch: Architecture, prepare: bool) -> int:
