@@ -159,7 +159,10 @@ def _gradients(residuals: Residuals, g: Array, call: Call) -> "tuple[kernels.Qua
 
     def local(g, lhs_scale, rhs_scale):
         g = operands.matrices(g, batch, free)
-        keys = [operands.key_of(residuals.key, spec, place, g) for place in (DGRAD_LHS, WGRAD_RHS)]
+        keys = [
+            operands.key_of(residuals.key, spec, place, g, folded)
+            for place, folded in ((DGRAD_LHS, rhs_scale), (WGRAD_RHS, lhs_scale))
+        ]
         return operands.gradient(g, lhs_scale, rhs_scale, spec, parts.m + parts.n, keys)
 
     scale_specs = [

@@ -64,21 +64,27 @@ def thresholds(x: Array, occ: OCC, names: split.Names) -> tuple[Array, Array]:
 
 
 @jax.custom_batching.custom_vmap
-def _own_keys(keys: Key, like: Array) -> Key:
-    """Keys [*lead] for matrices ``like`` [*lead, m, n]; under ``vmap`` each matrix draws noise of its own."""
-    del like
+def _own_keys(keys: Key, *arrays: Array) -> Key:
+    """Keys [*lead] for matrices made of ``arrays`` [*lead, ...]; under ``vmap`` each draws noise of its own."""
+    del arrays
     return keys
 
 
 @_own_keys.def_vmap
-def _own_keys_vmap(axis_size, in_batched, keys, like):
-    return _own_keys(*keys_of_examples(axis_size, in_batched, keys, like)), True
+def _own_keys_vmap(axis_size, in_batched, keys, *arrays):
+    keys_batched, *batched = in_batched
+    found = [keys_of_examples(axis_size, (keys_batched, own), keys, x) for own, x in zip(batched, arrays, strict=True)]
+    return _own_keys(found[0][0], *(x for _, x in found)), True
 
 
-def key_of(key: Key | None, spec: QuantSpec, place: int, x: Array) -> Key | None:
-    """The key of the quantizer of ``x`` at ``place``, such as ``FPROP_LHS``; None for one without noise."""
+def key_of(key: Key | None, spec: QuantSpec, place: int, *arrays: Array) -> Key | None:
+    """The key of the quantizer at ``place``, such as ``FPROP_LHS``, of a matrix made of ``arrays``; None where it draws
+    none.
+    """
     key = xla_operands.subkey(key, spec, place)
-    return None if key is None else _own_keys(key, x)
+    if key is None:
+        return None
+    return _own_keys(key if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else jax.random.wrap_key_data(key), *arrays)
 
 
 def matrices(x: Array, batch: int, first: int) -> Array:

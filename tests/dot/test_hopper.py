@@ -105,6 +105,19 @@ def test_noise_is_that_of_the_xla_backend_under_vmap_too():
     assert not np.array_equal(np.asarray(got[0][0]), np.asarray(got[0][1]))
 
 
+def test_noise_of_a_gradient_is_that_of_the_xla_backend_where_only_what_is_folded_in_is_mapped():
+    """As in a gradient under ``vmap`` over weights, whose dY comes from a sum: ones, and the same in all."""
+
+    def layers(x, ws, g, backend):
+        key = jax.random.PRNGKey(3)  # of the old kind, which has an axis itself
+        run = lambda w: value_and_gradients(x, w, g, backend, recipe_of(STOCHASTIC, NOISY_E5M2), key=key)
+        return jax.vmap(jax.vmap(run))(ws)
+
+    got, want = both(layers, X[:, :16], jnp.stack([W[:16]] * 4).reshape(2, 2, 16, 24), G)
+    assert_same(got, want)
+    assert len({np.asarray(dx).tobytes() for dx in got[1].reshape(4, -1)}) == 4
+
+
 def test_several_contracted_axes_and_scales_that_are_powers_of_two():
     gradient = fp4jax.QuantSpec(fp4jax.E5M2, fp4jax.PerTensor(), fp4jax.PowerOfTwo("rceil"))
     recipe, dims = recipe_of(POWERS, gradient), (((2, 3), (0, 1)), ((), ()))
