@@ -28,7 +28,8 @@ class LayerKind:
         promotes: whether the layer casts its operands by an attribute `promote_dtype`, which must leave the kernel
             alone.
         contraction: the axes of the kernel of one layer that its product sums over, in the product's order, so that
-            `prepare_weights` can quantize the kernel before the layer is called; None where that cannot be told.
+            `prepare_weights` can quantize the kernel before the layer is called; None where that cannot be told, where
+            the product has batch axes, or where the layer does not give it the kernel as it is.
     """
 
     product: str
@@ -45,16 +46,19 @@ class LayerKind:
         return held if isinstance(held, DotGeneral | nnx.Module) else None
 
 
+# With batch axes a product may run elsewhere than what is prepared for a plain one, and sum in another order.
+
+
 def _einsum_contraction(layer: Any) -> tuple[int, ...] | None:
-    """The indices that both operands have and the result has not; None for a kernel with axes written as "..."."""
+    """The indices that both operands have and the result has not."""
     operands, _, out = layer.einsum_str.replace(" ", "").partition("->")
     lhs, _, rhs = operands.partition(",")
-    return None if "." in rhs else tuple(rhs.index(i) for i in lhs if i in rhs and i not in out)
+    shared = [i for i in lhs if i in rhs]
+    return None if "." in rhs or any(i in out for i in shared) else tuple(map(rhs.index, shared))
 
 
-def _general_contraction(layer: Any) -> tuple[int, ...]:
-    batch = len(layer.batch_axis)
-    return tuple(range(batch, batch + len(layer.in_features)))
+def _general_contraction(layer: Any) -> tuple[int, ...] | None:
+    return None if layer.batch_axis else tuple(range(len(layer.in_features)))
 
 
 LAYERS: dict[type[nnx.Module], LayerKind] = {
@@ -205,24 +209,34 @@ def refusal(found: Found) -> str | None:
     return None
 
 
+def calls_as_known(cls: type) -> bool:
+    """Whether `__call__` is that of a class in `LAYERS`."""
+    return cls.__call__ is next(base for base in cls.__mro__ if base in LAYERS).__call__
+
+
 def _calls_product(cls: type, kind: LayerKind) -> bool:
     """Whether `__call__` is that of a class in `LAYERS`, or plainly uses what such a class offers."""
-    base = next(base for base in cls.__mro__ if base in LAYERS)
     code = getattr(cls.__call__, "__code__", None)
-    if cls.__call__ is base.__call__ or code is None:
-        return cls.__call__ is base.__call__
+    if calls_as_known(cls) or code is None:
+        return calls_as_known(cls)
     return bool({kind.product, "super"} & {*code.co_names, *code.co_freevars})
 
 
+def replace_product(found: Found, product: Any) -> None:
+    """Put `product` into the layer in place of what it holds, and leave all else."""
+    assert found.kind is not None
+    held = found.kind.wrap(product)
+    setattr(found.module, found.kind.product, nnx.data(held) if isinstance(held, nnx.Module) else nnx.static(held))
+
+
 def install(found: Found, product: Any, recipe: Recipe | None) -> None:
-    """Put `product` into the layer in place of what it holds; None takes the recipe away."""
+    """Put `product` into the layer, and let the layer cast as `recipe` wants it; None takes the recipe away."""
     kind, layer = found.kind, found.module
     assert kind is not None
     if product is None:
         setattr(layer, kind.product, nnx.static(kind.stock[0]))
     else:
-        held = kind.wrap(product)
-        setattr(layer, kind.product, nnx.data(held) if isinstance(held, nnx.Module) else nnx.static(held))
+        replace_product(found, product)
     if kind.promotes:
         preferred = getattr(layer, "preferred_element_type", None)
         output = recipe.output_dtype if preferred is None and recipe is not None else preferred

@@ -7,8 +7,8 @@ from flax import nnx
 from jax import lax
 
 from fp4jax.dot import DotGeneral, Prepared
-from fp4jax.nn.layers import Found, find_layers, install
-from fp4jax.nn.product import KeyedDotGeneral, PreparedDotGeneral
+from fp4jax.nn.layers import Found, calls_as_known, find_layers, replace_product
+from fp4jax.nn.product import KeepKernelDtype, KeyedDotGeneral, PreparedDotGeneral
 
 type PreparedWeights = Mapping[str, Prepared]
 """Quantized kernels by the paths of their layers; a pytree. From `prepare_weights`, for `use_prepared`."""
@@ -24,7 +24,8 @@ def prepare_weights(model: nnx.Module) -> PreparedWeights:
 
     Layers that quantize in each call, as before, are those whose recipe rounds weights stochastically, so that each
     call draws its own noise; stacked layers whose blocks follow different recipes; layers whose row in `LAYERS` does
-    not say what their product contracts.
+    not say what their product contracts; and layers that may give their product another array than the kernel: those
+    with a `promote_dtype` other than `KeepKernelDtype`, and subclasses with a `__call__` but no row of their own.
 
     Args:
         model: the model, its parameters those of the step.
@@ -72,7 +73,7 @@ def use_prepared[M: nnx.Module](model: M, prepared: PreparedWeights) -> M:
                 f"prepared has a weight for {path!r} under recipe {weight.recipe.name!r}, and the model no such layer; "
                 "prepare the weights of a model of the same structure and recipes"
             )
-        install(found, PreparedDotGeneral(found.product, weight), weight.recipe)
+        replace_product(found, PreparedDotGeneral(found.product, weight))
     return model
 
 
@@ -84,6 +85,10 @@ def _contraction(found: Found) -> tuple[int, ...] | None:
     """The axes along which the layer's kernel is quantized, negative; None for one that is not prepared."""
     if found.kind is None or found.kernel is None or not isinstance(found.product, DotGeneral | KeyedDotGeneral):
         return None
+    if found.kind.promotes and not isinstance(found.module.promote_dtype, KeepKernelDtype):
+        return None  # which may round the kernel first
+    if not calls_as_known(type(found.module)):
+        return None  # which may compute something of the kernel first
     spec, axes = _dot(found.product).recipe.weight_spec, found.kind.contraction(found.module)
     if spec is None or spec.needs_key or not axes:
         return None

@@ -58,6 +58,45 @@ def test_every_kind_of_layer_gives_the_numbers_of_the_plain_one():
         np.testing.assert_array_equal(a, b)
 
 
+class Normed(nnx.Linear):
+    """What it multiplies by is not its kernel."""
+
+    def __call__(self, x):
+        return self.dot_general(
+            x, self.kernel[...] / jnp.linalg.norm(self.kernel[...], axis=0), (((1,), (0,)), ((), ()))
+        )
+
+
+RULES = [(".*", FP4)]
+LEFT_ALONE = {
+    "casts its kernel": nnx.Linear(16, 8, dtype=jnp.bfloat16, dot_general=fp4jax.DotGeneral(FP4), rngs=nnx.Rngs(0)),
+    "computes something of it": quantize_model(Normed(16, 8, use_bias=False, rngs=nnx.Rngs(0)), RULES),
+    "has batch axes": quantize_model(nnx.LinearGeneral(16, 8, batch_axis={0: 4}, rngs=nnx.Rngs(0)), RULES),
+    "has batch axes, written out": Einsum("bd,bdf->bf", (4, 16, 8), recipe=FP4, rngs=nnx.Rngs(0)),
+}
+
+
+@pytest.mark.parametrize("why", LEFT_ALONE)
+def test_a_layer_that_would_get_other_numbers_is_left_alone(why):
+    assert not prepare_weights(LEFT_ALONE[why])
+
+
+def test_a_layer_casts_as_it_did():
+    """Its bias too, which here is rounded to bfloat16 before it is added to a float32 result."""
+    layer = nnx.Linear(
+        16,
+        8,
+        dtype=jnp.bfloat16,
+        preferred_element_type=jnp.float32,
+        bias_init=nnx.initializers.normal(),
+        dot_general=fp4jax.DotGeneral(FP4),
+        promote_dtype=fp4jax.nn.KeepKernelDtype(),
+        rngs=nnx.Rngs(0),
+    )
+    want = layer(X)
+    np.testing.assert_array_equal(use_prepared(layer, prepare_weights(layer))(X), want)
+
+
 def test_weights_of_another_model_are_refused():
     prepared = prepare_weights(model())
     with pytest.raises(ValueError, match=r"prepared has a weight for 'heads' under recipe 'fp4', and the model no"):
