@@ -271,7 +271,7 @@ def _strips(
 
 
 class Wanted(NamedTuple):
-    """A quantization of a matrix under one scale a column (``axis=1``) or one in all (``axis=None``).
+    """A quantization of a matrix under a scale a row (``axis=0``), one a column (``axis=1``) or one in all (None).
 
     Attributes:
         axis: 0, 1 or None: which axis has a scale for each entry.

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from fp4jax.dot.xla import quantize_activation
+from fp4jax.dot.xla_operands import quantize_activation
 from fp4jax.estimators import Estimator, gradient_factor
 from fp4jax.exact import as_float32, magnitude, multiply
 from fp4jax.outliers import OCC
