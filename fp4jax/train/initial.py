@@ -110,11 +110,12 @@ def _from_record[C: TrainConfig](config: C) -> C:
         for field in dataclasses.fields(record)
         if getattr(config.model, field.name) is None
     }
-    loop = dataclasses.replace(config.loop, seq_len=config.loop.seq_len or seq_len)
+    loop = config.loop if config.loop.seq_len is not None else dataclasses.replace(config.loop, seq_len=seq_len)
     model = dataclasses.replace(config.model, **left_open)
     if not model.is_whole:
         raise ConfigError(f"{str(path)!r} is of a run that had no init")
-    return dataclasses.replace(config, model=model, loop=loop, init_step=config.init_step or step)
+    step = step if config.init_step is None else config.init_step
+    return dataclasses.replace(config, model=model, loop=loop, init_step=step)
 
 
 def _refuse_contradictions(config: TrainConfig, shape: LlamaConfig) -> None:

@@ -60,13 +60,13 @@ def train(config: TrainConfig, console: Console) -> tuple[Path, Result]:
     require_packages(config.plan)
     distributed.start(config.devices)
     placement = make_placement(config.devices)
-    initial = open_initial(config)
+    opened = [open_initial(config)]  # `_train` takes it out, so that nothing here keeps its weights while training
     with placement.active():
         if jax.process_count() == 1:
-            return _train(config, initial, placement, console)
+            return _train(config, opened, placement, console)
         try:
             with distributed.Watch(orderly=(distributed.AgreedError, Interrupted)):
-                return _train(config, initial, placement, console if distributed.is_main() else Console(quiet=True))
+                return _train(config, opened, placement, console if distributed.is_main() else Console(quiet=True))
         except (jax.errors.JaxRuntimeError, CheckpointError) as error:
             # Whatever an orderly end waits for will not come.
             distributed.leave(
@@ -76,10 +76,10 @@ def train(config: TrainConfig, console: Console) -> tuple[Path, Result]:
 
 
 def _train(
-    config: TrainConfig, initial: TrainedModel | None, placement: Placement, console: Console
+    config: TrainConfig, opened: list[TrainedModel | None], placement: Placement, console: Console
 ) -> tuple[Path, Result]:
     """See `train`. Every process runs it; process 0 alone writes, and what it prints is seen."""
-    plan, options = config.plan, config.checkpoint
+    plan, options, initial = config.plan, config.checkpoint, opened.pop()
     text = load_text(config, initial)
     arm = Arm(config, config.recipe, (config.seed,), text, placement)
 
@@ -101,7 +101,7 @@ def _train(
             keep_tokenizer(folder, config.data, initial)
     with Checkpointer(folder / CHECKPOINTS, keep=options.keep) as checkpointer:
         state, start = _first_state(arm, initial, checkpointer, options, console)
-        del initial  # the host may hold its weights no longer
+        del initial  # so the host need not hold its weights any longer
         metadata = {"settings": to_json(config), "corpus": text.fingerprint}
         saving = Saving(checkpointer, options.save_every or max(1, plan.steps // 10), metadata)
         with contextlib.ExitStack() as stack:

@@ -200,10 +200,10 @@ class _Run:
         batches = arm.batches(start)
         try:
             for step in range(start + 1, steps + 1):
-                if step == start + 1:
-                    self.progress.set("compiling", step - 1)
                 tokens = next(batches)
                 self._measure(state, tokens, step)
+                if step == start + 1:
+                    self.progress.set("compiling", step - 1)
                 state, metrics = arm.train_step(state, tokens)
                 self._enqueue(step, metrics)
                 if step == start + 1:

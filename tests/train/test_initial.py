@@ -1,10 +1,12 @@
 """`train --init`: another model's weights, shape and tokens; what contradicts them; and a resume that needs no init."""
 
 import dataclasses
+import gc
 import io
 import json
 import re
 import shutil
+import weakref
 
 import jax
 import numpy as np
@@ -16,6 +18,7 @@ from rich.console import Console
 from fp4jax import interop
 from fp4jax.cli import main
 from fp4jax.models import MODELS, Llama, LlamaConfig
+from fp4jax.train import job
 from fp4jax.train.arm import Arm
 from fp4jax.train.checkpoint import Checkpointer
 from fp4jax.train.config import DistributedOptions, ModelOptions, OptimizerOptions, TrainConfig
@@ -93,6 +96,26 @@ def test_shape_tokens_and_weights_are_the_models(run, hf, paths):
     # An untrained model has a loss near that of an even guess among its 40 tokens; bytes would not fit into it.
     first = json.loads((folder / "metrics.jsonl").read_text().splitlines()[0])
     assert first["loss"] == pytest.approx(np.log(40), abs=0.5)
+
+
+def test_the_host_holds_its_weights_no_longer_while_training(hf, paths, tmp_path, monkeypatch):
+    models, held = [], []
+
+    def opened(config):
+        model = open_initial(config)
+        models.append(weakref.ref(model))
+        return model
+
+    def trained(*_, **__):
+        gc.collect()
+        held.extend(model() for model in models)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(job, "open_initial", opened)
+    monkeypatch.setattr(job, "train_arm", trained)
+    with pytest.raises(KeyboardInterrupt):
+        train(settings(paths, hf, tmp_path / "run"), quiet())
+    assert held == [None]
 
 
 def test_a_resume_needs_the_init_no_more(run, hf, paths, tmp_path):
