@@ -11,7 +11,7 @@ from fp4jax.blocks import explicit_sharding
 from fp4jax.dot import Prepared, share_lhs
 from fp4jax.models.configs import LlamaConfig
 from fp4jax.models.sharding import entries, gathered, merge_rows, product_sharding, split_axes
-from fp4jax.nn import Linear
+from fp4jax.nn import LAYERS, Linear
 
 
 def axis_names(*names: str) -> dict[str, Any]:
@@ -43,6 +43,9 @@ class MeshLinear(Linear):
         if out_sharding is not None and out_sharding.spec[-1] != entries(kernel)[-1]:
             kernel = gathered(kernel, x)
         return self.dot_general(inputs, kernel, (((1,), (0,)), ((), ())), out_sharding=out_sharding)
+
+
+LAYERS[MeshLinear] = LAYERS[nnx.Linear]  # its product takes the kernel as it is, gathered or not
 
 
 def linear(
