@@ -52,6 +52,9 @@ class ModelOptions:
     """Dtype of the activations. Parameters are float32 master weights either way."""
     remat: Literal["none", "full", "dots", "quantized"] = "none"
     """What the backward pass recomputes to save memory (docs/model.md)."""
+    scan_layers: bool = True
+    """Compile one block and loop over it. Without it XLA compiles every block, which takes several times as long and
+    spares a GPU the copies of what the loop keeps for the backward pass (docs/kernels.md)."""
 
     @property
     def is_whole(self) -> bool:
@@ -106,6 +109,7 @@ class ModelOptions:
                 tie_embeddings=bool(self.tie_embeddings),
                 dtype=self.dtype,
                 remat=self.remat,
+                scan_layers=self.scan_layers,
             )
         except ValueError as error:
             raise ConfigError(f"model {name!r}: {error}") from error
