@@ -279,10 +279,10 @@ def transposed_of(parts: list):
     """
     if len(parts) == 1:
         return parts[0].T
-    dtype, word = parts[0].dtype, None
-    for j, part in enumerate(parts):
-        byte = (lax.bitcast_convert_type(part, jnp.int8).astype(jnp.int32) & 255) << (8 * j)
-        word = byte if word is None else word | byte
+    dtype = parts[0].dtype
+    word, *higher = (lax.bitcast_convert_type(part, jnp.int8).astype(jnp.int32) & 255 for part in parts)
+    for j, byte in enumerate(higher):
+        word = word | byte << (8 * (j + 1))
     word = word.T
     first, second, third, fourth = (
         lax.bitcast_convert_type((word >> (8 * j)).astype(jnp.int8), dtype)[..., None] for j in range(4)
