@@ -1,6 +1,7 @@
 """Weights quantized once, for all the calls that share them: the microbatches of a step."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 from flax import nnx
@@ -57,33 +58,50 @@ def prepare_weights(model: nnx.Module) -> PreparedWeights:
 def use_prepared[M: nnx.Module](model: M, prepared: PreparedWeights) -> M:
     """Let the layers of `model` use weights quantized beforehand, in place, and return the model.
 
+    It is meant for a copy that lives as long as the weights stay as they are, such as a model merged inside a function
+    to differentiate. A model that outlives them goes on with the old values until it is given new ones, or `{}`, with
+    which every layer quantizes in each call again.
+
     Args:
-        model: a model like the one that was prepared, such as one merged inside a function to differentiate. That its
-            kernels hold the numbers that were prepared is the caller's word.
-        prepared: from `prepare_weights`.
+        model: a model like the one that was prepared. That its kernels hold the numbers that were prepared is the
+            caller's word.
+        prepared: from `prepare_weights`; it takes the place of what the model has used so far.
 
     Raises:
+        TypeError: `prepared` holds something else than prepared weights.
         ValueError: a path of `prepared` names no layer that it fits.
     """
     layers = {found.path: found for found in find_layers(model)}
     for path, weight in prepared.items():
+        if not isinstance(weight, Prepared):
+            raise TypeError(f"prepared[{path!r}]={weight!r} must come from prepare_weights")
         found = layers.get(path)
         if found is None or _contraction(found) is None or _dot(found.product).recipe != weight.recipe:
             raise ValueError(
                 f"prepared has a weight for {path!r} under recipe {weight.recipe.name!r}, and the model no such layer; "
                 "prepare the weights of a model of the same structure and recipes"
             )
-        replace_product(found, PreparedDotGeneral(found.product, weight))
+    for path, found in layers.items():
+        if path in prepared:
+            replace_product(found, PreparedDotGeneral(_unprepared(found.product), prepared[path]))
+        elif isinstance(found.product, PreparedDotGeneral):
+            replace_product(found, found.product.product)
     return model
 
 
-def _dot(product: DotGeneral | KeyedDotGeneral) -> DotGeneral:
-    return product.dot if isinstance(product, KeyedDotGeneral) else product
+def _unprepared(product: Any) -> Any:
+    return product.product if isinstance(product, PreparedDotGeneral) else product
+
+
+def _dot(product: Any) -> DotGeneral:
+    return product if isinstance(product, DotGeneral) else product.dot
 
 
 def _contraction(found: Found) -> tuple[int, ...] | None:
     """The axes along which the layer's kernel is quantized, negative; None for one that is not prepared."""
-    if found.kind is None or found.kernel is None or not isinstance(found.product, DotGeneral | KeyedDotGeneral):
+    if found.kind is None or found.kernel is None:
+        return None
+    if not isinstance(_unprepared(found.product), DotGeneral | KeyedDotGeneral):
         return None
     if found.kind.promotes and not isinstance(found.module.promote_dtype, KeepKernelDtype):
         return None  # which may round the kernel first

@@ -78,14 +78,18 @@ def make_mesh(shape: str | Mapping[str, int], devices: Sequence[Any] | None = No
         The mesh. Use it with ``jax.set_mesh``.
 
     Raises:
-        ValueError: another number of devices.
+        ValueError: an unknown axis, or another number of devices.
 
     Example:
         >>> import jax
         >>> make_mesh({"data": len(jax.devices())}).axis_names
         ('data', 'fsdp', 'tensor')
     """
-    sizes = parse_mesh(shape) if isinstance(shape, str) else {name: shape.get(name, 1) for name in AXES}
+    if isinstance(shape, str):
+        shape = parse_mesh(shape)
+    if unknown := [name for name in shape if name not in AXES]:
+        raise ValueError(f"mesh={dict(shape)}: {unknown[0]!r} is no axis; there are {', '.join(AXES)}")
+    sizes = {name: shape.get(name, 1) for name in AXES}
     devices = jax.devices() if devices is None else devices
     count = sizes["data"] * sizes["fsdp"] * sizes["tensor"]
     if count != len(devices):

@@ -4,6 +4,10 @@ import dataclasses
 from collections.abc import Callable
 from typing import Self
 
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
 from fp4jax.models import Llama, LlamaConfig
 from fp4jax.nn import Rules
 from fp4jax.outliers import MAX_COUNT
@@ -88,12 +92,27 @@ def _check_counts(recipe: Recipe, recipe_text: str, model: LlamaConfig, plan: Pl
 
 
 def _architecture(model: LlamaConfig, recipe: Recipe, settings: Settings) -> Architecture:
-    """The model under the recipe, tried abstractly, so that what does not fit is found before anything is compiled."""
     options = settings.quantization
     rules = recipe_rules(recipe, options.high_precision)
-    architecture = Architecture(lambda rngs: Llama(model, rules=rules, backend=options.backend, rngs=rngs))
+    return tried(lambda rngs: Llama(model, rules=rules, backend=options.backend, rngs=rngs), options.backend)
+
+
+def tried(create: Callable[[nnx.Rngs], nnx.Module], backend: str | None) -> Architecture:
+    """The architecture that `create` makes, tried abstractly: what does not fit is found before anything is compiled.
+
+    Args:
+        create: makes a language model.
+        backend: what the user named, if anything; then a forward pass is tried too, except on a mesh.
+
+    Raises:
+        ConfigError: rules or a backend that the model cannot follow.
+    """
+    architecture = Architecture(create)
     try:
         _ = architecture.graphdef
+        if backend is not None and jax.sharding.get_abstract_mesh().empty:
+            tokens = jnp.zeros((1, 8), jnp.int32)
+            nnx.eval_shape(lambda: create(nnx.Rngs(params=0, noise=0))(tokens))
     except ValueError as error:
         raise ConfigError(" ".join(str(error).split())) from error
     return architecture

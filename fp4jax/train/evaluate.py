@@ -16,14 +16,14 @@ from rich.table import Table
 from fp4jax.models import Llama, LlamaConfig
 from fp4jax.nn import Rules
 from fp4jax.recipes import RECIPES
-from fp4jax.train.compose import recipe_rules
+from fp4jax.train.compose import recipe_rules, tried
 from fp4jax.train.config import to_json
 from fp4jax.train.data import Corpus, DataOptions, DocumentRule, validation_batches
 from fp4jax.train.errors import ConfigError
 from fp4jax.train.model_files import open_model, read_text
 from fp4jax.train.naming import parse_recipe
 from fp4jax.train.rundir import circumstances, write_json
-from fp4jax.train.step import Architecture, Params, make_validation_step
+from fp4jax.train.step import Params, make_validation_step
 
 ALL = "all"
 """What --recipes takes for every recipe there is."""
@@ -187,11 +187,7 @@ def score(
         ConfigError: rules or a backend that this model cannot follow.
         DataError: no text.
     """
-    architecture = Architecture(lambda rngs: Llama(config, rules=rules, backend=backend, rngs=rngs))
-    try:
-        _ = architecture.graphdef
-    except ValueError as error:
-        raise ConfigError(" ".join(str(error).split())) from error
+    architecture = tried(lambda rngs: Llama(config, rules=rules, backend=backend, rngs=rngs), backend)
     limit = max(1, round(max_tokens / (seq_len * batch_size))) if max_tokens else None
     batches = validation_batches(corpus, seq_len, batch_size, limit=limit)
     noise = jax.jit(lambda: architecture.init(0)[1])()  # compiled, so that parameters are not drawn

@@ -19,7 +19,7 @@ from fp4jax import telemetry
 from fp4jax.models import Llama, LlamaConfig
 from fp4jax.telemetry.heatmap import draw_grids
 from fp4jax.train.arm import Arm, Text
-from fp4jax.train.compose import recipe_rules
+from fp4jax.train.compose import recipe_rules, tried
 from fp4jax.train.config import LoopOptions, ModelOptions, Settings, to_json
 from fp4jax.train.data import Corpus, DataOptions, validation_batches
 from fp4jax.train.errors import ConfigError
@@ -27,7 +27,7 @@ from fp4jax.train.model_files import open_model, read_text
 from fp4jax.train.naming import parse_recipe
 from fp4jax.train.plots import require_matplotlib
 from fp4jax.train.rundir import circumstances, write_json
-from fp4jax.train.step import Architecture, Params, make_validation_step
+from fp4jax.train.step import Params, make_validation_step
 
 FRESH = "bf16"
 """Recipe under which a fresh model is trained before it is measured."""
@@ -192,13 +192,10 @@ class SwitchedLosses:
 
     def __init__(self, model: LlamaConfig, params: Params, corpus: Corpus, config: SensitivityConfig, seq_len: int):
         rules = recipe_rules(parse_recipe(config.recipe), config.high_precision)
-        architecture = Architecture(
-            lambda rngs: telemetry.switchable(Llama(model, rules=rules, backend=config.backend, rngs=rngs))
+        architecture = tried(
+            lambda rngs: telemetry.switchable(Llama(model, rules=rules, backend=config.backend, rngs=rngs)),
+            config.backend,
         )
-        try:
-            _ = architecture.graphdef
-        except ValueError as error:
-            raise ConfigError(" ".join(str(error).split())) from error
         state = jax.jit(lambda: architecture.init(0)[1])()  # compiled, so that parameters are not drawn
         self._state = dict(nnx.traversals.flatten_mapping(state))
         self._switches = {path: leaf for path, leaf in self._state.items() if path[-1] == "on"}

@@ -111,3 +111,22 @@ def test_what_was_prepared_needs_its_array():
     weight = weight.without_array()
     with pytest.raises(ValueError, match="rhs was prepared and is without its array; put it behind one by with_array"):
         dot(X, weight, (((1,), (0,)), ((), ())))
+
+
+def test_a_model_that_outlives_its_prepared_weights_takes_new_ones_or_none():
+    mixed = quantize_model(nnx.Linear(16, 8, rngs=nnx.Rngs(0)), [(".*", FP4)])
+    first = mixed(X)
+    use_prepared(mixed, prepare_weights(mixed))
+    mixed.kernel[...] = mixed.kernel[...] * 3
+    np.testing.assert_array_equal(mixed(X), first)  # the caller's word
+    use_prepared(mixed, prepare_weights(mixed))
+    again = mixed(X)
+    use_prepared(mixed, {})
+    assert "PreparedDotGeneral" not in repr(mixed)
+    np.testing.assert_array_equal(again, mixed(X))
+    assert not np.array_equal(again, first)
+
+
+def test_only_prepared_weights_can_be_used():
+    with pytest.raises(TypeError, match=r"prepared\['last'\]=1 must come from prepare_weights"):
+        use_prepared(model(), {"last": 1})  # pyright: ignore[reportArgumentType]

@@ -4,9 +4,9 @@ import jax
 import pytest
 from jax.sharding import AxisType
 
-from fp4jax.models import MODELS
+from fp4jax.models import MODELS, Llama
 from fp4jax.parallel import AXES, batch_sharding, make_mesh, parameter_sharding, parse_mesh
-from fp4jax.train.arm import Architecture, Llama
+from fp4jax.train.step import Architecture
 
 
 @pytest.mark.parametrize(
@@ -41,6 +41,8 @@ def test_bad_text_is_refused(text, message):
 def test_a_mesh_takes_all_devices():
     with pytest.raises(ValueError, match=r"mesh=data=3,fsdp=1,tensor=1 takes 3 devices, and there are 8"):
         make_mesh("data=3")
+    with pytest.raises(ValueError, match=r"mesh=\{'dta': 8\}: 'dta' is no axis; there are data, fsdp, tensor"):
+        make_mesh({"dta": 8})
 
 
 def test_neighbors_share_tensor():

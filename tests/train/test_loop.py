@@ -305,6 +305,11 @@ def test_an_unknown_backend_is_refused(paths):
     config = dataclasses.replace(config, quantization=dataclasses.replace(config.quantization, backend="tpu"))
     with pytest.raises(ConfigError, match=r"backend='tpu' is unknown; there are 'hopper', 'xla'"):
         Arm(config, "fp4", (0,), Text.load(config.data))
+    config = dataclasses.replace(config, quantization=dataclasses.replace(config.quantization, backend="hopper"))
+    with pytest.raises(
+        ConfigError, match=r"backend='hopper' does not support recipe 'fp4' here: the device is no H100"
+    ):
+        Arm(config, "fp4", (0,), Text.load(config.data))
 
 
 def test_only_the_first_signal_waits():

@@ -174,7 +174,7 @@ class Corpus:
         if validation_fraction > 0 and self.num_documents < 2:
             raise DataError(
                 f"validation_fraction={validation_fraction} holds out whole documents, and this corpus has"
-                f" {self.num_documents}: give more text, a smaller max_chars for documents, or validation_fraction=0"
+                f" {self.num_documents}: give more text, or a smaller max_chars for documents"
             )
         held = [np.zeros(source.num_documents, bool) for source in self.sources]
         if validation_fraction > 0:
