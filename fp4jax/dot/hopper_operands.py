@@ -212,12 +212,7 @@ def reshard_rhs(quantized: Operand, axis: tuple[int, ...], sharding: NamedShardi
     rows, cols = layout.names(*range(count)), layout.names(*range(count, len(layout.entries)))
 
     def put(x: Array, *groups: split.Names) -> Array:
-        if split.Layout.of(explicit_sharding(x), x.ndim).entries == groups:
-            return x  # so that a scan need not keep it twice
-        # FP8 as bytes, since XLA's CPU code widens collectives of FP8.
-        bits = lax.bitcast_convert_type(x, jnp.uint8) if x.dtype.itemsize == 1 else x
-        bits = jax.sharding.reshard(bits, NamedSharding(layout.mesh, split.spec(*groups)))
-        return lax.bitcast_convert_type(bits, x.dtype) if x.dtype.itemsize == 1 else bits
+        return xla_operands.reshard(x, [group or None for group in groups], sharding)
 
     reciprocal = quantized.reciprocal
     if reciprocal is not None:

@@ -151,13 +151,13 @@ def quantized_operand(x: Array, spec: QuantSpec, axis: tuple[int, ...], key: Key
 def reshard(x: Array, entries: list[Any], like: NamedSharding) -> Array:
     """``x`` split over these axes of the mesh of ``like``; itself if it is, so that a scan need not keep it twice."""
     own, whole = explicit_sharding(x), NamedSharding(like.mesh, PartitionSpec(*entries))
-    if own is not None and tuple(own.spec) == tuple(entries):
+    if own is not None and tuple(own.spec) == tuple(whole.spec):
         return x
-    if x.dtype != jnp.bfloat16:
+    if x.dtype.itemsize > 2:
         return jax.sharding.reshard(x, whole)
-    # As bits, since XLA's CPU code widens collectives of bfloat16.
-    bits = jax.sharding.reshard(lax.bitcast_convert_type(x, jnp.uint16), whole)
-    return lax.bitcast_convert_type(bits, jnp.bfloat16)
+    # As bits, since XLA's CPU code widens collectives of bfloat16 and FP8.
+    bits = jax.sharding.reshard(lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}"), whole)
+    return lax.bitcast_convert_type(bits, x.dtype)
 
 
 @jax.named_scope("quantize")

@@ -111,7 +111,7 @@ def tried(create: Callable[[nnx.Rngs], nnx.Module], backend: str | None) -> Arch
     try:
         _ = architecture.graphdef
         if backend is not None and jax.sharding.get_abstract_mesh().empty:
-            tokens = jnp.zeros((1, 8), jnp.int32)
+            tokens = jnp.zeros((1, 1), jnp.int32)
             nnx.eval_shape(lambda: create(nnx.Rngs(params=0, noise=0))(tokens))
     except ValueError as error:
         raise ConfigError(" ".join(str(error).split())) from error
