@@ -1,13 +1,17 @@
 """Rebuilds the tables and figures of the READMEs from stored results, with no GPU."""
 
+import itertools
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
+import numpy as np
+
 from experiments import figures, store
-from experiments.base import ROOT, SIZES
+from experiments.base import HEADLINE, ROOT, SIZES
 from experiments.catalog import EXPERIMENTS
 from experiments.experiment import Experiment
+from experiments.statistics import gap_percent, rank_correlation
 from experiments.store import Lanes
 from experiments.tables import circumstances_text, claim_cells, claims_table, markdown, results_table, setting_text
 from fp4jax.train.errors import ConfigError
@@ -41,7 +45,7 @@ def report_claims(page: Path = PAGE, root: Path = ROOT) -> Path:
     Raises:
         ConfigError: a page without the markers, or results that do not belong together.
     """
-    return _put(claims_by_size(EXPERIMENTS.values(), root), page)
+    return _put(across_sizes(EXPERIMENTS.values(), root), page)
 
 
 def _put(made: str, page: Path) -> Path:
@@ -82,6 +86,12 @@ def section(experiment: Experiment, size: str, results: Mapping[str, Lanes]) -> 
     return parts
 
 
+def across_sizes(experiments: Collection[Experiment], root: Path = ROOT) -> str:
+    """All claims at all sizes, and how alike the gaps rank."""
+    made = [claims_by_size(experiments, root), agreement(experiments, root)]
+    return "\n\n".join(part for part in made if part)
+
+
 def claims_by_size(experiments: Iterable[Experiment], root: Path = ROOT) -> str:
     """A claim a row, a size a column: verdict, difference in percent, and p of the paired t test."""
     sizes, rows = {}, []
@@ -94,6 +104,31 @@ def claims_by_size(experiments: Iterable[Experiment], root: Path = ROOT) -> str:
         ]
     header = ["question", "claim", *sizes]
     return markdown(header, [[name, text, *(cells.get(size, "") for size in sizes)] for name, text, cells in rows])
+
+
+def agreement(experiments: Iterable[Experiment], root: Path = ROOT) -> str:
+    """How alike gaps rank at two sizes, a line a pair of sizes; an arm of several questions counts once."""
+    gaps: dict[str, dict[tuple[str, str], float]] = {}
+    for experiment in experiments:
+        for size in experiment.settings:
+            results = store.stored(experiment, size, root)
+            if experiment.learning_rates or experiment.baseline not in results:
+                continue
+            base = results[experiment.baseline].final(HEADLINE)
+            for arm in experiment.arms:
+                if arm.label in results and arm.label != experiment.baseline:
+                    gap = gap_percent(results[arm.label].final(HEADLINE), base).mean()
+                    gaps.setdefault(size, {})[arm.recipe, arm.optimizer] = float(gap)
+    lines = []
+    for first, second in itertools.combinations(gaps, 2):
+        arms = [arm for arm in gaps[first] if arm in gaps[second]]
+        pairs = np.array([[gaps[size][arm] for arm in arms] for size in (first, second)])
+        if np.isfinite(found := rank_correlation(*pairs)):
+            lines.append(
+                f"Gaps of the {len(arms)} arms that ran at {first} and {second}: rank correlation {found:.2f}; gap at "
+                f"{second} minus gap at {first}: {np.median(pairs[1] - pairs[0]):+.2f} points, the median."
+            )
+    return "\n\n".join(lines)
 
 
 def testable(experiment: Experiment, results: Mapping[str, Lanes]) -> bool:

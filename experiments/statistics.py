@@ -37,6 +37,16 @@ def gap_percent(loss: np.ndarray, baseline: np.ndarray) -> np.ndarray:
     return 100 * (np.asarray(loss) / np.asarray(baseline) - 1)
 
 
+def rank_correlation(first: np.ndarray, second: np.ndarray) -> float:
+    """Spearman's, of pairs; NaN for fewer than three.
+
+    Example:
+        >>> round(rank_correlation(np.array([1.0, 2.0, 4.0, 3.0]), np.array([0.1, 0.2, 0.3, 0.4])), 3)
+        0.8
+    """
+    return float(stats.spearmanr(first, second).statistic) if len(first) > 2 else math.nan
+
+
 @dataclasses.dataclass(frozen=True)
 class Paired:
     """A paired comparison over n seeds.

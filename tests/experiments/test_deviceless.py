@@ -1,11 +1,7 @@
 """`experiments/kernels/deviceless.py` counts the bytes of a program; compiling for a GPU needs its plugin."""
 
-import importlib.util
-import pathlib
-
 import pytest
 
-PATH = pathlib.Path(__file__).parents[2] / "experiments" / "kernels" / "deviceless.py"
 HLO = """HloModule step
 
 %taken (stack: bf16[3,8,16], i: s32[]) -> bf16[8,16] {
@@ -48,13 +44,8 @@ metadata={op_name="jit(step)/while"}, backend_config={"known_trip_count":{"n":"3
 
 
 @pytest.fixture(scope="module")
-def deviceless():
-    spec = importlib.util.spec_from_file_location("deviceless", PATH)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def deviceless(kernel_script):
+    return kernel_script("deviceless")
 
 
 def test_of_a_stack_each_turn_reads_and_writes_one_layer(deviceless):

@@ -1,26 +1,15 @@
 """`experiments/kernels/h200.py` on a CPU: its checks at tiny sizes, and that no section can spoil another."""
 
-import importlib.util
 import json
-import pathlib
 import sys
 
 import jax.numpy as jnp
 import pytest
 
-PATH = pathlib.Path(__file__).parents[2] / "experiments" / "kernels" / "h200.py"
-
 
 @pytest.fixture(scope="module")
-def h200():
-    spec = importlib.util.spec_from_file_location("h200", PATH)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(PATH.parent)  # as for a script
-        spec.loader.exec_module(module)
-    return module
+def h200(kernel_script):
+    return kernel_script("h200")
 
 
 def test_checks_find_the_kernels_equal(h200, tmp_path, monkeypatch):

@@ -11,7 +11,7 @@ from experiments import report, store
 from experiments.__main__ import pieces_of
 from experiments.base import ROOT, SIZES
 from experiments.catalog import EXPERIMENTS
-from experiments.statistics import Spread, gap_percent, paired
+from experiments.statistics import Spread, gap_percent, paired, rank_correlation
 
 
 def test_spread_is_the_standard_deviation_of_a_sample():
@@ -37,6 +37,20 @@ def test_a_paired_comparison_is_scipys_t_test_and_an_exact_permutation():
     assert result.difference == pytest.approx(0.175)
     half = stats.t.ppf(0.975, 3) * np.std(higher - lower, ddof=1) / 2
     np.testing.assert_allclose(result.interval, (0.175 - half, 0.175 + half))
+
+
+def test_ranks_of_gaps_are_correlated_by_hand():
+    first, second = np.array([3.0, -1.0, 10.0, 4.0, 5.0]), np.array([0.1, 0.0, 0.2, 0.4, 0.3])
+    ranks = np.array([2, 1, 5, 3, 4]) - np.array([2, 1, 3, 5, 4])
+    assert rank_correlation(first, second) == pytest.approx(1 - 6 * np.sum(ranks**2) / (5 * 24))
+    assert math.isnan(rank_correlation(first[:2], second[:2]))
+
+
+def test_the_page_and_the_readme_state_the_correlation_that_is_computed():
+    (line,) = report.agreement(EXPERIMENTS.values()).splitlines()
+    arms, value = re.search(r"the (\d+) arms .* rank correlation 0(\.\d\d);", line).groups()  # pyright: ignore
+    readme = " ".join((ROOT.parent / "README.md").read_text(encoding="utf-8").split())
+    assert f"the gaps of the {arms} arms that ran at both sizes rank as at 9M ({value})" in readme
 
 
 @pytest.mark.parametrize(
@@ -65,7 +79,7 @@ def test_readmes_say_what_the_stored_results_say(experiment):
 
 
 def test_the_docs_say_what_the_claims_came_to():
-    assert report.marked(report.PAGE.read_text(encoding="utf-8")) == report.claims_by_size(EXPERIMENTS.values())
+    assert report.marked(report.PAGE.read_text(encoding="utf-8")) == report.across_sizes(EXPERIMENTS.values())
 
 
 def test_stored_results_belong_to_an_arm_and_name_no_place():
