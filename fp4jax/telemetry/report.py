@@ -3,12 +3,14 @@
 import dataclasses
 import io
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 from rich.box import SIMPLE_HEAD
-from rich.console import Console, Group
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.measure import Measurement
 from rich.table import Table
+from rich.text import Text
 
 from fp4jax.telemetry.operands import SQRT3_DB
 from fp4jax.telemetry.snapshot import Record, Snapshot
@@ -28,8 +30,15 @@ class Report:
     snapshot: Snapshot
     top: int = 5
 
-    def __rich__(self) -> Group:
-        return Group(_layers_table(self.snapshot), "", _worst_table(self.snapshot, self.top), "", _verdict(self))
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        def fits(table: Table) -> bool:
+            return Measurement.get(console, options.update(max_width=10_000), table).maximum <= options.max_width
+
+        for title, caption, layers, columns in (_by_layer(self.snapshot), _worst(self.snapshot, self.top)):
+            yield Text(title, style="bold")
+            yield from _tables(layers, columns, fits)
+            yield Text(caption, style="dim")
+        yield Text(_verdict(self))
 
     def __str__(self) -> str:
         stream = io.StringIO()
@@ -78,22 +87,54 @@ def decibels(values: Sequence[float] | np.ndarray) -> str:
     return f"{lossy.mean():.1f}" if array.size == 1 else f"{lossy.mean():.1f} ({lossy.min():.1f})"
 
 
-def _layers_table(snapshot: Snapshot) -> Table:
+type _Columns = Mapping[str, Sequence[str]]
+"""By heading, a cell for each layer."""
+type _Content = tuple[str, str, Sequence[str], Sequence[_Columns]]
+"""A title, what stands below, the layers, and columns in the groups that stay together where not all fit."""
+
+
+def _by_layer(snapshot: Snapshot) -> _Content:
     stacked = any(record.index for record in snapshot.records)
-    title = "SNR (dB) by layer and operand" + (", mean over the blocks (lowest)" if stacked else "")
-    table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
-    table.add_column("layer", style="bold", overflow="fold")
-    for place in snapshot.places:
-        table.add_column(place, justify="right", no_wrap=True)
-    for header in ("underflow %", "clipped %", "residual %"):
-        table.add_column(header, justify="right")
-    for layer in snapshot.layers:
-        cells = [decibels(snapshot.values("snr_db", place=place, layer=layer)) for place in snapshot.places]
-        forward = [r for r in snapshot.of(layer) if r.place.startswith("fprop")]
-        shares = [_percent(forward, name) for name in ("underflow", "clipped", "residual_share")]
-        table.add_row(layer or "(model)", *cells, *shares)
-    table.caption = "Shares are of the entries of the forward operands, activation / weight."
-    table.caption_justify = "left"
+    ratios = {
+        place: [decibels(snapshot.values("snr_db", place=place, layer=layer)) for layer in snapshot.layers]
+        for place in snapshot.places
+    }
+    forward = [[r for r in snapshot.of(layer) if r.place.startswith("fprop")] for layer in snapshot.layers]
+    shares = {
+        header: [_percent(records, name) for records in forward]
+        for header, name in (("underflow", "underflow"), ("clipped", "clipped"), ("residual", "residual_share"))
+    }
+    return (
+        "SNR (dB) by layer and operand" + (", mean over the blocks (lowest)" if stacked else ""),
+        "underflow, clipped, residual: % of the entries of the forward operands, activation / weight\n",
+        snapshot.layers,
+        (ratios, shares),
+    )
+
+
+def _tables(layers: Sequence[str], groups: Sequence[_Columns], fits: Callable[[Table], bool]) -> Iterator[Table]:
+    """One table if it fits, else as many as it takes; no cell is ever broken over two lines."""
+    whole = _table(layers, {header: cells for group in groups for header, cells in group.items()})
+    if fits(whole):
+        yield whole
+        return
+    for group in groups:
+        shown: dict[str, Sequence[str]] = {}
+        for header, cells in group.items():
+            if shown and not fits(_table(layers, {**shown, header: cells})):
+                yield _table(layers, shown)
+                shown = {}
+            shown[header] = cells
+        yield _table(layers, shown)
+
+
+def _table(layers: Sequence[str], columns: _Columns) -> Table:
+    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("layer", style="bold", no_wrap=True)
+    for header in columns:
+        table.add_column(header, justify="right", no_wrap=True)
+    for layer, *cells in zip(layers, *columns.values(), strict=True):
+        table.add_row(Text(layer or "(model)"), *cells)
     return table
 
 
@@ -106,29 +147,28 @@ def _percent(records: Sequence[Record], name: str) -> str:
     return " / ".join(means)
 
 
-def _worst_table(snapshot: Snapshot, top: int) -> Table:
-    table = Table(title="Hurt most in the forward product", title_justify="left", title_style="bold")
-    table.box, table.pad_edge = SIMPLE_HEAD, False
-    table.add_column("layer", style="bold", overflow="fold")
-    for header in ("SNR (dB)", "worse operand", "cosine", "underflow", "crest", "scale spread"):
-        table.add_column(header, justify="right")
+def _worst(snapshot: Snapshot, top: int) -> _Content:
     by_label: dict[str, list[Record]] = {}
     for record in snapshot.records:
         if record.place.startswith("fprop"):
             by_label.setdefault(record.label, []).append(record)
-    for label, snr in snapshot.worst(top):
-        worse = min(by_label[label], key=lambda r: -math.inf if math.isnan(r.snr_db) else r.snr_db)
-        v = worse.values
-        table.add_row(
-            label or "(model)",
-            decibels([snr]),
-            worse.place,
-            f"{v['cosine']:.4f}",
-            f"{v['underflow']:.1%}",
-            f"{v['crest']:.1f}",
-            f"2^{v['scale_spread']:.1f}",
-        )
-    return table
+    layers = snapshot.worst(top)
+    worse = [min(by_label[label], key=lambda r: -math.inf if math.isnan(r.snr_db) else r.snr_db) for label, _ in layers]
+    return (
+        "Hurt most in the forward product",
+        "operand: the worse of the two, which what follows tells of; scales: largest / smallest\n",
+        [label for label, _ in layers],
+        (
+            {
+                "SNR dB": [decibels([snr]) for _, snr in layers],
+                "operand": [record.place for record in worse],
+                "cosine": [f"{record.values['cosine']:.4f}" for record in worse],
+                "underflow": [f"{record.values['underflow']:.1%}" for record in worse],
+                "crest": [f"{record.values['crest']:.1f}" for record in worse],
+                "scales": [f"2^{record.values['scale_spread']:.1f}" for record in worse],
+            },
+        ),
+    )
 
 
 def _verdict(report: Report) -> str:

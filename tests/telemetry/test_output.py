@@ -1,5 +1,6 @@
 """Snapshots on disk, on paper and as a picture."""
 
+import io
 import json
 import math
 import sys
@@ -64,10 +65,39 @@ def test_the_report_names_the_layers_that_are_hurt_most():
     assert "layers.mlp.up" not in hurt
     assert "0 of 4 gradients are below √3 times their quantization noise (4.77 dB)" in text
     assert str(SNAPSHOT) == str(telemetry.report(SNAPSHOT))
-    with Console(width=100, record=True, quiet=True) as console:
-        console.print(telemetry.report(SNAPSHOT))
+    stream = io.StringIO()
+    Console(width=100, file=stream).print(telemetry.report(SNAPSHOT))
     for layer in SNAPSHOT.layers:
         assert layer in text
+        assert layer in stream.getvalue()
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 200])
+def test_no_cell_of_the_report_is_broken_over_lines(width):
+    """Where a table does not fit, its columns go on in another; at 80 columns two tables hold all that a LLaMA has."""
+    shares = {"underflow": 0.071, "clipped": 0.093, "crest": 12.5, "scale_spread": 10.2}
+    snapshot = Snapshot(
+        tuple(
+            record(f"layers.{name}", place, 20.0 - block, (block,), **shares)
+            for name in ("attention.query", "mlp.down")
+            for block in range(12)
+            for place in ("fprop.lhs", "fprop.rhs", "dgrad.lhs", "wgrad.rhs")
+        )
+    )
+    stream = io.StringIO()
+    Console(width=width, file=stream).print(telemetry.report(snapshot))
+    lines = [line.rstrip() for line in stream.getvalue().splitlines()]
+    assert max(map(len, lines)) <= width
+    heads = [i for i, line in enumerate(lines) if line.startswith("layer ")]
+    cells = [line.split() for i in heads for line in lines[i + 2 : i + 4]]
+    for row in cells:
+        assert row[0].startswith(("layers.attention.query", "layers.mlp.down"))
+    words = [word for i in heads for word in lines[i].split()[1:]]
+    assert "".join(words).startswith("fprop.lhsfprop.rhsdgrad.lhswgrad.rhsunderflowclippedresidualSNRdB")
+    assert len(heads) <= {60: 5, 80: 3, 100: 3, 200: 2}[width]
+    text = "\n".join(lines)
+    for cell in ("14.5 (9.0)", "7.1 / 7.1", "9.3 / 9.3", "2^10.2"):
+        assert cell in text
 
 
 def test_the_report_says_what_is_exact_drowned_and_not_finite():
