@@ -19,6 +19,7 @@ import os
 import pathlib
 import re
 import sys
+import time
 
 import jax
 import jax.numpy as jnp
@@ -97,11 +98,23 @@ _attention.defvjp(_attention_forward, _attention_backward)
 # --- compiling -----------------------------------------------------------------------------------------------------
 
 
+def described_device() -> jax.Device:
+    """An H200 to compile for that is not there."""
+    # XLA reads these when it first compiles.
+    os.environ |= {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1", "XLA_FLAGS": "--xla_gpu_autotune_level=0"}
+    jax.config.update("jax_platforms", "cpu")
+    jax.devices()  # finds the plugin
+    return topologies.get_topology_desc("", "cuda", target_config=H200, topology="1x1x1").devices[0]
+
+
+def about(**more: str) -> dict[str, str]:
+    """Under what circumstances a file was made."""
+    return more | {"date": f"{datetime.date.today()}", "jax": jax.__version__, "device": "NVIDIA H200, described"}
+
+
 def compiled(recipe: str, args: argparse.Namespace, scan_layers: bool) -> jax.stages.Compiled:
     """The train step of a recipe, compiled for an H200."""
-    jax.devices()  # finds the plugin
-    topology = topologies.get_topology_desc("", "cuda", target_config=H200, topology="1x1x1")
-    sharding = SingleDeviceSharding(topology.devices[0])
+    sharding = SingleDeviceSharding(described_device())
     config = dataclasses.replace(MODELS[args.model], attention="xla", remat=args.remat, scan_layers=scan_layers)
     rules = None if recipe == "bf16" else default_rules(parse_recipe(recipe))
     options = OptimizerOptions(learning_rate=1e-4)
@@ -203,27 +216,27 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--remat", default="none")
     parser.add_argument("--unrolled", nargs="*", default=[], help="recipes to compile with unrolled layers too; slow")
     args, console, found = parser.parse_args(argv), Console(), {}
-    os.environ |= {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1", "XLA_FLAGS": "--xla_gpu_autotune_level=0"}  # read later
-    jax.config.update("jax_platforms", "cpu")
     for recipe, scan in [*((r, True) for r in args.recipes), *((r, False) for r in args.unrolled)]:
+        started = time.process_time()
         program = compiled(recipe, args, scan)
         memory, text = program.memory_analysis(), program.as_text()
         assert memory is not None
         assert text is not None
         found[recipe if scan else f"{recipe}, unrolled"] = {
             "bytes": by_parts(text),
+            "cpu_seconds": round(time.process_time() - started, 1),
             "arguments": memory.argument_size_in_bytes,
             "temporary": memory.temp_size_in_bytes,
         }
-        about = {k: str(v) for k, v in vars(args).items() if k != "out"}
-        about |= {"date": f"{datetime.date.today()}", "jax": jax.__version__, "device": "NVIDIA H200, described"}
-        args.out.write_text(json.dumps({"about": about, "programs": found}, indent=1) + "\n")
+        settings = about(**{k: str(v) for k, v in vars(args).items() if k != "out"})
+        args.out.write_text(json.dumps({"about": settings, "programs": found}, indent=1) + "\n")
     table = Table("part", *(f"{name}, GB" for name in found), title=f"moved by a step of {args.model}")
     for group in [g for g in GROUPS if any(g in f["bytes"] for f in found.values())]:
         table.add_row(group, *(f"{f['bytes'].get(group, 0) / 1e9:.1f}" for f in found.values()))
     sums = [sum(f["bytes"].values()) for f in found.values()]
     table.add_row("all", *(f"{s / 1e9:.1f}" for s in sums))
     table.add_row("ms at 4.3 TB/s", *(f"{1e3 * s / BYTES_PER_SECOND:.1f}" for s in sums))
+    table.add_row("CPU seconds to compile", *(f"{f['cpu_seconds']:.0f}" for f in found.values()))
     table.add_row("memory beside the state", *(f"{f['temporary'] / 1e9:.1f}" for f in found.values()))
     console.print(table)
 
