@@ -2,6 +2,7 @@
 
 import os
 import re
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -82,7 +83,8 @@ def draw_grids(
     low, high = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 1.0)
     cell = 0.62 if blocks <= 8 else max(0.16, 7.0 / blocks)
     width = 1.9 + len(grids) * (blocks * cell + 0.35) + 0.9
-    figure = Figure(figsize=(max(6.0, width), 1.7 + 0.42 * len(names)), dpi=160, layout="constrained")
+    height = max(2.6, 1.7 + 0.42 * len(names))
+    figure = Figure(figsize=(max(6.0, width), height), dpi=160, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots(1, len(grids), sharey=True, squeeze=False)[0]
     image = None
@@ -99,7 +101,7 @@ def draw_grids(
     axes[0].set_yticks(range(len(names)), names)
     if image is not None:
         bar = figure.colorbar(image, ax=list(axes), pad=0.02, fraction=0.05)
-        bar.set_label(label, fontsize=11)
+        bar.set_label(textwrap.fill(label, int(height / 0.1)), fontsize=11)  # a letter takes less than .1 inch
         bar.ax.tick_params(labelsize=10)
     figure.suptitle(title, fontsize=12, x=0.01, ha="left")
     figure.savefig(path)

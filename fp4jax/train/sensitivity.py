@@ -31,6 +31,8 @@ from fp4jax.train.step import Params, make_validation_step
 
 FRESH = "bf16"
 """Recipe under which a fresh model is trained before it is measured."""
+LEAST_GAP = 0.001
+"""Nats. Of a smaller difference between no layer and all layers quantized, shares would be noise."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -119,13 +121,17 @@ class Sensitivity:
 
 @dataclasses.dataclass(frozen=True)
 class SensitivityResult:
-    """The layers, most sensitive first, between the losses of no layer and of all layers quantized."""
+    """The layers, most sensitive first, between the losses of no layer and of all layers quantized.
+
+    `gap_error` is the standard error of the difference of the two over the batches; NaN for one batch.
+    """
 
     model: str
     high_precision_loss: float
     quantized_loss: float
     tokens: int
     layers: tuple[Sensitivity, ...]
+    gap_error: float = math.nan
 
 
 def sensitivity(config: SensitivityConfig, console: Console) -> SensitivityResult:
@@ -163,7 +169,14 @@ def sensitivity(config: SensitivityConfig, console: Console) -> SensitivityResul
             change, error = _paired(before, after, losses.weights)
             rows.append(Sensitivity(*group, losses.mean(found), change, error))
     rows.sort(key=by_change)
-    result = SensitivityResult(name, losses.mean(none), losses.mean(everything), int(losses.weights.sum()), tuple(rows))
+    result = SensitivityResult(
+        name,
+        losses.mean(none),
+        losses.mean(everything),
+        int(losses.weights.sum()),
+        tuple(rows),
+        _paired(none, everything, losses.weights)[1],
+    )
     console.print(sensitivity_table(result, config))
     if config.out is not None:
         _write(result, config, seq_len)
@@ -229,28 +242,52 @@ def by_change(row: Sensitivity) -> float:
 
 
 def sensitivity_table(result: SensitivityResult, config: SensitivityConfig) -> Table:
-    """The most sensitive layers: loss, change, its standard error, and its share of what the whole recipe costs."""
+    """The most sensitive layers: loss, change, its standard error, and its share of what the whole recipe costs.
+
+    There are no shares where the whole recipe costs nothing that can be told from noise; the caption then says so.
+    """
     gap = result.quantized_loss - result.high_precision_loss
+    no_shares = _no_shares(gap, result.gap_error)
     what = "all layers but one quantized" if config.leave_one_out else "one layer quantized at a time"
     title = f"{config.recipe}, {what}: {result.model}, {result.tokens:,} tokens"
     table = Table(title=title, title_justify="left", title_style="bold")
     table.add_column("", justify="right")
     table.add_column(config.by, style="bold", no_wrap=True)
     change = "won back (nats)" if config.leave_one_out else "increase (nats)"
-    for header in ("loss (nats)", change, "share of the gap (%)"):
+    for header in ("loss (nats)", change, *([] if no_shares else ["share of the gap (%)"])):
         table.add_column(header, justify="right")
-    for rank, row in enumerate(result.layers[: config.top], start=1):
+    shown = result.layers[: config.top]
+    for rank, row in enumerate(shown, start=1):
         error = "" if math.isnan(row.error) else f" ± {row.error:.4f}"
-        share = f"{100 * row.change / gap:.1f}" if gap and math.isfinite(row.change / gap) else "–"
-        table.add_row(f"{rank}", row.layer, f"{row.loss:.4f}", f"{row.change:+.4f}{error}", share)
+        cells = [f"{rank}", row.layer, f"{row.loss:.4f}", f"{row.change:+.4f}{error}"]
+        if not no_shares:
+            cells.append(f"{100 * row.change / gap:.1f}" if math.isfinite(row.change / gap) else "–")
+        table.add_row(*cells)
     left = len(result.layers) - config.top
-    table.caption = (
-        f"{f'{left} less sensitive not shown. ' if left > 0 else ''}No layer quantized: "
-        f"{result.high_precision_loss:.4f}. All: {result.quantized_loss:.4f}, a gap of {gap:+.4f}. ± is the standard "
-        "error over batches."
-    )
+    gap_error = "" if math.isnan(result.gap_error) else f" ± {result.gap_error:.4f}"
+    sentences = [
+        f"{left} less sensitive not shown." if left > 0 else "",
+        f"No layer quantized: {result.high_precision_loss:.4f}.",
+        f"All: {result.quantized_loss:.4f}, a gap of {gap:+.4f}{gap_error}.",
+        no_shares,
+        "± is the standard error over batches." if gap_error or any(not math.isnan(row.error) for row in shown) else "",
+    ]
+    table.caption = " ".join(filter(None, sentences))
     table.caption_justify = "left"
     return table
+
+
+def _no_shares(gap: float, error: float) -> str:
+    """Why changes are not shown as shares of the gap; "" if they are."""
+    if not math.isfinite(gap):
+        return ""
+    if gap <= 0:
+        return "The gap is not positive, so that there are no shares of it."
+    if gap < LEAST_GAP:
+        return f"The gap is below {LEAST_GAP} nats, too small for shares of it."
+    if gap < 2 * error:
+        return "The gap is less than two standard errors, too uncertain for shares of it."
+    return ""
 
 
 def _trained(config: SensitivityConfig) -> tuple[str, LlamaConfig, Params, Corpus, int]:
@@ -329,12 +366,12 @@ def _write(result: SensitivityResult, config: SensitivityConfig, seq_len: int) -
     grid = np.full((len(kinds), 1 + max(row.block or 0 for row in result.layers)), np.nan)
     for row in result.layers:
         grid[kinds.index(row.kind), row.block or 0] = 1000 * row.change
-    what = "won back by leaving it out" if config.leave_one_out else "increase with it quantized"
+    what = "loss won back by leaving it out" if config.leave_one_out else "loss added by quantizing it"
     draw_grids(
         config.out / "sensitivity.png",
         [kind or "all layers" for kind in kinds],
         {f"by {config.by}": grid},
-        label=f"validation loss, {what} (nats / 1000)",
+        label=f"{what} (nats/1000)",
         title=f"{config.recipe} on {result.model}, {datetime.date.today()}",
         high_is_dark=True,
         form=lambda value: f"{value:+.2f}",

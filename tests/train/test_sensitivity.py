@@ -1,8 +1,10 @@
 """`fp4jax sensitivity` on a run of the micro model, and on a fresh tiny one."""
 
+import io
 import json
 import math
 
+import matplotlib.figure
 import matplotlib.image
 import micro
 import numpy as np
@@ -91,6 +93,56 @@ def test_a_loss_that_is_not_finite_ranks_first():
     result = module.SensitivityResult("m", 1.0, math.nan, 6, tuple(sorted(rows, key=module.by_change)))
     assert [row.layer for row in result.layers] == ["b", "a"]
     assert sensitivity_table(result, SensitivityConfig()).row_count == 2
+
+
+def shown(gap, *, gap_error=math.nan, error=math.nan):
+    """The table of two layers under a recipe that costs `gap` in all, in one line."""
+    layers = tuple(
+        module.Sensitivity(f"mlp.up[{i}]", "mlp.up", i, 2.0, change, error) for i, change in enumerate((0.02, -0.01))
+    )
+    result = module.SensitivityResult("m", 2.0, 2.0 + gap, 64, layers, gap_error)
+    stream = io.StringIO()
+    Console(file=stream, width=100).print(sensitivity_table(result, SensitivityConfig()))
+    return " ".join(stream.getvalue().split())
+
+
+@pytest.mark.parametrize(
+    ("gap", "gap_error", "reason"),
+    [
+        (-0.05, 0.01, "The gap is not positive, so that there are no shares of it."),
+        (0.0, 0.01, "The gap is not positive, so that there are no shares of it."),
+        (0.0009, 0.0001, "The gap is below 0.001 nats, too small for shares of it."),
+        (0.05, 0.03, "The gap is less than two standard errors, too uncertain for shares of it."),
+    ],
+)
+def test_a_gap_that_is_noise_has_no_shares(gap, gap_error, reason):
+    text = shown(gap, gap_error=gap_error, error=0.003)
+    assert reason in text
+    assert "share of the gap" not in text
+    assert f"a gap of {gap:+.4f} ± {gap_error:.4f}." in text
+
+
+def test_shares_are_of_a_gap_that_is_none():
+    text = shown(0.05, gap_error=0.01, error=0.003)
+    assert "share of the gap (%)" in text
+    assert "40.0" in text
+    assert "± is the standard error over batches." in text
+    assert "±" not in shown(0.05)  # one batch has no standard error
+
+
+def test_the_colors_of_one_row_have_their_whole_label(monkeypatch, tmp_path):
+    figures = []
+    monkeypatch.setattr(matplotlib.figure.Figure, "savefig", lambda figure, _: figures.append(figure))
+    layers = tuple(module.Sensitivity(f"block {i}", "", i, 2.0, 0.01 * i, 0.001) for i in range(4))
+    result = module.SensitivityResult("runs/mine, step 300", 2.0, 2.1, 64, layers)
+    for leave_one_out in (False, True):
+        module._write(result, SensitivityConfig(by="block", out=tmp_path, leave_one_out=leave_one_out), 16)
+    for figure in figures:
+        figure.canvas.draw()
+        box = figure.get_tightbbox(figure.canvas.get_renderer())
+        width, height = figure.get_size_inches()
+        assert 0 <= box.x0 < box.x1 <= width
+        assert 0 <= box.y0 < box.y1 <= height
 
 
 def test_the_error_of_a_difference_is_that_of_a_weighted_mean():
