@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 from matplotlib import image
-from micro import compare_config, write_text
+from micro import compare_config
 from rich.console import Console
 
 from fp4jax.recipes import RECIPES
@@ -33,11 +33,6 @@ def printed(renderable, width: int = 100) -> str:
     target = Console(file=io.StringIO(), width=width)
     target.print(renderable)
     return target.file.getvalue()
-
-
-@pytest.fixture(scope="module")
-def paths(tmp_path_factory):
-    return write_text(tmp_path_factory.mktemp("text"))
 
 
 @pytest.fixture(scope="module")

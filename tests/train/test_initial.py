@@ -12,7 +12,7 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
-from micro import assert_bit_equal, train_config, write_text
+from micro import assert_bit_equal, train_config
 from rich.console import Console
 
 from fp4jax import interop
@@ -49,11 +49,6 @@ def words_tokenizer(size: int):
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     return tokenizer
-
-
-@pytest.fixture(scope="module")
-def paths(tmp_path_factory):
-    return write_text(tmp_path_factory.mktemp("text"))
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ import threading
 import jax
 import numpy as np
 import pytest
-from micro import assert_bit_equal, flags, train_config, write_text
+from micro import assert_bit_equal, flags, train_config
 from rich.console import Console
 
 import fp4jax
@@ -53,11 +53,6 @@ def noisy_recipe():
     RECIPES["noisy"] = noisy
     yield
     del RECIPES["noisy"]
-
-
-@pytest.fixture(scope="module")
-def paths(tmp_path_factory):
-    return write_text(tmp_path_factory.mktemp("text"))
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ import shutil
 import jax
 import numpy as np
 import pytest
-from micro import assert_bit_equal, train_config, write_text
+from micro import assert_bit_equal, train_config
 from rich.console import Console
 
 import fp4jax
@@ -40,11 +40,6 @@ def noisy_recipe():
     RECIPES["noisy"] = noisy
     yield
     del RECIPES["noisy"]
-
-
-@pytest.fixture(scope="module")
-def paths(tmp_path_factory):
-    return write_text(tmp_path_factory.mktemp("text"))
 
 
 def settings(paths, out=None, *, every=2, resume=False, **loop):
