@@ -13,6 +13,7 @@ from fp4jax.models import count_parameters
 from fp4jax.train.compose import Parts
 from fp4jax.train.config import DataOptions, Settings
 from fp4jax.train.data import Batches, ByteTokenizer, Split, load, validation_batches
+from fp4jax.train.errors import naming_high_precision
 from fp4jax.train.optimizer import make_optimizer
 from fp4jax.train.placement import Placement, SingleDevice
 from fp4jax.train.step import Metrics, Params, TrainState, make_validation_step
@@ -99,7 +100,8 @@ class Arm:
         self.label, self.seeds, self.text = recipe, seeds, text
         self.plan = plan = settings.plan
         self.placement = placement or SingleDevice()
-        parts = Parts.compose(settings, recipe, text.vocab_size, self.placement)
+        with naming_high_precision(settings.quantization.high_precision):
+            parts = Parts.compose(settings, recipe, text.vocab_size, self.placement)
         self.recipe, self.model, self.architecture = parts.recipe, parts.model, parts.architecture
         init, step = parts.init, parts.step
         validate = make_validation_step(self.architecture, len(text.sources))

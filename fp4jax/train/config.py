@@ -126,8 +126,8 @@ class Settings:
         preset = PRESETS[check_choice("model", name, PRESETS)]
         model = dataclasses.replace(self.model, model=name, tie_embeddings=bool(self.model.tie_embeddings))
         loop = _filled(self.loop, preset)
-        if self.loop.eval_every is None and self.loop.steps is not None and self.loop.steps < preset.steps:
-            loop = dataclasses.replace(loop, eval_every=max(1, min(preset.eval_every, self.loop.steps // 10)))
+        if self.loop.eval_every is None and self.loop.steps is not None:
+            loop = dataclasses.replace(loop, eval_every=preset.eval_every_of(self.loop.steps))
         settings = dataclasses.replace(self, model=model, loop=loop, optimizer=_filled(self.optimizer, preset))
         _check(settings)
         return settings

@@ -19,7 +19,7 @@ from fp4jax.recipes import RECIPES
 from fp4jax.train.compose import recipe_rules, tried
 from fp4jax.train.config import to_json
 from fp4jax.train.data import Corpus, DataOptions, DocumentRule, validation_batches
-from fp4jax.train.errors import ConfigError
+from fp4jax.train.errors import ConfigError, naming_high_precision
 from fp4jax.train.model_files import open_model, read_text
 from fp4jax.train.naming import parse_recipe
 from fp4jax.train.rundir import circumstances, write_json
@@ -140,10 +140,11 @@ def evaluate(config: EvalConfig, console: Console) -> dict[str, Scores]:
     results: dict[str, Scores] = {}
     for name in config.recipes:
         rules = recipe_rules(parse_recipe(name), config.high_precision)
-        results[name] = score(
-            model.config, params, rules, corpus, seq_len=seq_len, batch_size=config.batch_size,
-            max_tokens=config.max_tokens, backend=config.backend,
-        )  # fmt: skip
+        with naming_high_precision(config.high_precision):
+            results[name] = score(
+                model.config, params, rules, corpus, seq_len=seq_len, batch_size=config.batch_size,
+                max_tokens=config.max_tokens, backend=config.backend,
+            )  # fmt: skip
         whole = results[name]["all"]
         console.print(f"{name}: {whole.loss:.4f} nats a token", highlight=False)
     for table in score_tables(results, model.name):

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from fp4jax import interop
 from fp4jax.train.compose import recipe_rules
-from fp4jax.train.errors import ConfigError
+from fp4jax.train.errors import ConfigError, naming_high_precision
 from fp4jax.train.model_files import open_model, readable_errors
 from fp4jax.train.naming import parse_recipe
 
@@ -61,7 +61,8 @@ def export(config: ExportConfig, console: Console) -> None:
     with readable_errors():
         if config.recipe is not None:
             rules = recipe_rules(parse_recipe(config.recipe), config.high_precision)
-            params = interop.quantize_params(model.config, params, rules)
+            with naming_high_precision(config.high_precision):
+                params = interop.quantize_params(model.config, params, rules)
         options = {"dtype": config.dtype, "tokenizer": model.tokenizer}
         if config.format == "packed":
             bits = interop.save_packed(config.out, model.config, params, **options)

@@ -49,7 +49,7 @@ def follow[C: TrainConfig](config: C) -> C:
     """
     if resumes(config):
         return _from_record(config)
-    shape, step = open_shape(str(config.init), step=config.init_step)
+    shape, step = open_shape(str(config.init), step=config.init_step, argument="init")
     _refuse_contradictions(config, shape)
     named = config.model.model or _nearest_size(shape)
     values = {name: getattr(shape, name) for name in SHAPE}
@@ -69,7 +69,7 @@ def open_initial(config: TrainConfig) -> TrainedModel | None:
     """
     if config.init is None or resumes(config):
         return None
-    model = open_model(config.init, step=config.init_step)
+    model = open_model(config.init, step=config.init_step, argument="init")
     _refuse_contradictions(config, model.config)
     return model
 

@@ -19,6 +19,7 @@ from fp4jax.models import LlamaConfig
 from fp4jax.train.arm import Arm, Text
 from fp4jax.train.checkpoint import Checkpointer
 from fp4jax.train.checkpoint.directory import StepDirectory
+from fp4jax.train.checkpoint.errors import UnusableStepError
 from fp4jax.train.config import TrainConfig
 from fp4jax.train.data import ByteTokenizer, Corpus, DataOptions, FileTokenizer, Split, embedded, load
 from fp4jax.train.data.manifest import TOKENIZER
@@ -49,56 +50,98 @@ class TrainedModel:
 
 
 @contextlib.contextmanager
-def readable_errors() -> Iterator[None]:
+def readable_errors(prefix: str = "") -> Iterator[None]:
     """What goes wrong with a model's files, as the errors that the command line prints in one line."""
     try:
         yield
     except interop.InteropError as error:
-        raise ConfigError(str(error)) from error
+        raise ConfigError(f"{prefix}{error}") from error
 
 
-def open_model(path: str, *, step: int | None = None, dtype: Any = None) -> TrainedModel:
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """A model as somebody asked for it, for messages that name what they gave.
+
+    Args:
+        path: where it lies.
+        step: of a run's checkpoint; None is the newest.
+        argument: the setting that gave the path, if its name helps; the step's is then `<argument>_step`.
+    """
+
+    path: str
+    step: int | None
+    argument: str | None = None
+
+    def __str__(self) -> str:
+        return repr(self.path) if self.argument is None else f"{self.argument}={self.path!r}"
+
+    @property
+    def step_argument(self) -> str:
+        """`step`, or `init_step`."""
+        return "step" if self.argument is None else f"{self.argument}_step"
+
+    def errors(self) -> contextlib.AbstractContextManager[None]:
+        """`readable_errors` that begin with the argument."""
+        return readable_errors("" if self.argument is None else f"{self}: ")
+
+    def refuse_what_is_no_model(self) -> None:
+        """Refuse a step of what is no run, and a folder that holds no model of any kind."""
+        if self.step is not None:
+            raise ConfigError(
+                f"{self.step_argument}={self.step}: {self.path!r} is no run of `fp4jax train`, and has no checkpoints"
+            )
+        folder = Path(self.path)
+        if folder.is_dir() and not (folder / MANIFEST).exists() and not (folder / CONFIG).exists():
+            raise ConfigError(
+                f"{self} holds neither {CONFIG} (Hugging Face) nor {MANIFEST} (packed by fp4jax), nor is it the folder "
+                "of a run of `fp4jax train`"
+            )
+
+
+def open_model(path: str, *, step: int | None = None, dtype: Any = None, argument: str | None = None) -> TrainedModel:
     """Find out what lies at `path`, and read it.
 
     Args:
         path: a run folder, a Hugging Face folder, a folder of packed weights, a .gguf file, or "smollm2".
         step: of a run's checkpoint; None is the newest.
         dtype: of the activations; None is the run's own, or bfloat16.
+        argument: the setting that gave the path, for messages: "init", with which `step` is "init_step".
 
     Raises:
         ConfigError: no model there, one that cannot be used, a step of what is no run.
         CheckpointError: the checkpoint is damaged, or not of the model that the settings say.
         MissingPackageError: an optional package is absent.
     """
-    if (settings := _run_settings(Path(path))) is not None:
-        return _open_run(Path(path), settings, step, dtype)
-    _refuse_step(path, step)
-    with readable_errors():
+    asked = Asked(path, step, argument)
+    if (settings := _run_settings(asked)) is not None:
+        return _open_run(asked, settings, dtype)
+    asked.refuse_what_is_no_model()
+    with asked.errors():
         config, params, tokenizer = interop.initial_params(path, **({} if dtype is None else {"dtype": dtype}))
     return TrainedModel(path, config, params, tokenizer, min(config.max_seq_len, 1024))
 
 
-def open_shape(path: str, *, step: int | None = None) -> tuple[LlamaConfig, int | None]:
+def open_shape(path: str, *, step: int | None = None, argument: str | None = None) -> tuple[LlamaConfig, int | None]:
     """The shape of the model at `path`, and of a run the step whose weights are meant.
 
     Asks JAX for no device, so that processes may still find each other. Of folders it reads no weights.
 
     Args:
-        path: as in `open_model`.
+        path, argument: as in `open_model`.
         step: of a run's checkpoint; None is the newest.
 
     Raises:
         ConfigError, CheckpointError, MissingPackageError: as `open_model` does.
     """
-    folder = Path(path)
-    if (settings := _run_settings(folder)) is not None:
+    folder, asked = Path(path), Asked(path, step, argument)
+    if (settings := _run_settings(asked)) is not None:
         file = _tokenizer_file(folder, settings.data)
         vocab_size = ByteTokenizer.vocab_size if file is None else FileTokenizer(file).vocab_size
         if not (committed := StepDirectory(folder / CHECKPOINTS).committed()):
-            raise ConfigError(f"{path!r}: there is no checkpoint in {folder / CHECKPOINTS}")
+            raise ConfigError(f"{asked}: there is no checkpoint in {folder / CHECKPOINTS}")
         return settings.model.build(vocab_size, settings.plan.seq_len), committed[-1] if step is None else step
-    _refuse_step(path, step)
-    with readable_errors():
+    asked.refuse_what_is_no_model()
+    with asked.errors():
         if (packed := _read_record(folder / MANIFEST)) is not None and isinstance(packed.get("config"), dict):
             return interop.from_hf_config(packed["config"], where=f"config in {str(folder / MANIFEST)!r}"), None
         if (record := _read_record(folder / CONFIG)) is not None:
@@ -181,11 +224,6 @@ def _value(hint: Any, value: Any, where: str) -> Any:
     return Path(value) if hint is Path else value
 
 
-def _refuse_step(path: str, step: int | None) -> None:
-    if step is not None:
-        raise ConfigError(f"step={step}: {path!r} is no run of `fp4jax train`, and has no checkpoints")
-
-
 def _read_record(path: Path) -> dict[str, Any] | None:
     """The JSON object in a file; None if there is none."""
     try:
@@ -195,17 +233,19 @@ def _read_record(path: Path) -> dict[str, Any] | None:
     return record if isinstance(record, dict) else None
 
 
-def _run_settings(folder: Path) -> TrainConfig | None:
-    """The settings of the run in `folder`; None if it holds none."""
-    record = _read_record(folder / CONFIG)
+def _run_settings(asked: Asked) -> TrainConfig | None:
+    """The settings of the run in a folder; None if it holds none."""
+    path = Path(asked.path) / CONFIG
+    record = _read_record(path)
     if record is None or not isinstance(record.get("settings"), dict):
         return None
     if record.get("command") != "train":
-        raise ConfigError(f"{str(folder)!r} is a run of {record.get('command')!r}, which keeps no checkpoints")
-    return from_json(TrainConfig, record["settings"], str(folder / CONFIG)).resolved()
+        raise ConfigError(f"{asked} is a run of {record.get('command')!r}, which keeps no checkpoints")
+    return from_json(TrainConfig, record["settings"], str(path)).resolved()
 
 
-def _open_run(folder: Path, settings: TrainConfig, step: int | None, dtype: Any) -> TrainedModel:
+def _open_run(asked: Asked, settings: TrainConfig, dtype: Any) -> TrainedModel:
+    folder, step = Path(asked.path), asked.step
     data, file = settings.data, _tokenizer_file(folder, settings.data)
     if not is_prepared(data):
         data = dataclasses.replace(data, tokenizer=file)
@@ -220,7 +260,10 @@ def _open_run(folder: Path, settings: TrainConfig, step: int | None, dtype: Any)
             step = checkpointer.latest() if step is None else step
             state, _ = checkpointer.restore(jax.tree.map(_on_host, arm.abstract_state), step)
         except FileNotFoundError as error:
-            raise ConfigError(f"{str(folder)!r}: {error}") from error
+            given = asked if asked.step is None else f"{asked.step_argument}={asked.step}"
+            raise ConfigError(f"{given}: {error}") from error
+        except UnusableStepError as error:
+            raise error.advising(asked.step_argument) from error
     with readable_errors():
         tokenizer = None if file is None else interop.load_tokenizer(file)
     return TrainedModel(f"{folder}, step {step}", arm.model, state.params, tokenizer, settings.plan.seq_len, data)

@@ -12,6 +12,7 @@ from typing import Any
 
 from fp4jax.train.config import Settings, to_json
 from fp4jax.train.errors import ConfigError
+from fp4jax.train.presets import PRESETS
 
 CONFIG = "config.json"
 CHECKPOINTS = "checkpoints"
@@ -79,13 +80,31 @@ def circumstances() -> dict[str, str]:
     }
 
 
-def differences(old: Any, new: Any, name: str = "") -> list[str]:
-    """The fields in which two JSON values differ, as `name: old there, new here`."""
+def differences(old: Any, new: Any, name: str = "") -> dict[str, tuple[Any, Any]]:
+    """The fields in which two JSON values differ, by dotted name."""
     if isinstance(old, Mapping) and isinstance(new, Mapping):
-        keys = dict.fromkeys([*old, *new])
-        found = [differences(old.get(key), new.get(key), f"{name}.{key}" if name else key) for key in keys]
-        return [line for lines in found for line in lines]
-    return [] if old == new else [f"{name}: {old} there, {new} here"]
+        found: dict[str, tuple[Any, Any]] = {}
+        for key in dict.fromkeys([*old, *new]):
+            found |= differences(old.get(key), new.get(key), f"{name}.{key}" if name else key)
+        return found
+    return {} if old == new else {name: (old, new)}
+
+
+def _follows(name: str, settings: Mapping[str, Any]) -> bool:
+    """Whether a setting is what `Settings.resolved` makes of the model and the steps where nobody gives it."""
+    preset = PRESETS.get(settings.get("model", {}).get("model"))
+    group, _, field = name.partition(".")
+    if preset is None or group not in ("loop", "optimizer") or not hasattr(preset, field):
+        return False
+    default = preset.eval_every_of(settings["loop"]["steps"]) if field == "eval_every" else getattr(preset, field)
+    return settings.get(group, {}).get(field) == default
+
+
+def _shown(value: Any) -> str:
+    """A setting in a message."""
+    if value is None or value == []:
+        return "not given"
+    return " ".join(map(str, value)) if isinstance(value, list) else f"{value}"
 
 
 def _check_same(out: Path, record: Mapping[str, Any]) -> None:
@@ -101,12 +120,25 @@ def _check_same(out: Path, record: Mapping[str, Any]) -> None:
     if found.get("command") != record["command"]:
         raise ConfigError(f"out={str(out)!r} holds a run of {found.get('command')!r}, not of {record['command']!r}")
     old, new = ({k: v for k, v in r["settings"].items() if k not in _MAY_DIFFER} for r in (found, record))
-    lines = differences(old, new)
-    if inits := [line for line in lines if line.startswith("init")]:
-        lines = inits  # the shape of the model differs because of it
+    differing = {
+        name: values
+        for name, values in differences(old, new).items()
+        if not (_follows(name, old) and _follows(name, new))
+    }
+    if inits := {name: values for name, values in differing.items() if name.startswith("init")}:
+        differing = inits  # the shape of the model differs because of it
+    lines = [
+        f"--{name.rpartition('.')[2].replace('_', '-')}: {_shown(there)} there, {_shown(here)} here"
+        for name, (there, here) in differing.items()
+    ]
+    hint = ""
+    if "loop.steps" in differing:
+        hint = (
+            f" (a run of other length can start from its weights: --init {shlex.quote(str(out))}, with another --out)"
+        )
     if not lines and found.get("corpus") != record["corpus"]:
         lines = ["the text itself has changed"]
     if lines:
         raise ConfigError(
-            f"out={str(out)!r} was started with other settings, and cannot go on with these: {'; '.join(lines)}"
+            f"out={str(out)!r} was started with other settings, and cannot go on with these: {'; '.join(lines)}{hint}"
         )

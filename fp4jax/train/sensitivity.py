@@ -22,7 +22,7 @@ from fp4jax.train.arm import Arm, Text
 from fp4jax.train.compose import recipe_rules, tried
 from fp4jax.train.config import LoopOptions, ModelOptions, Settings, to_json
 from fp4jax.train.data import Corpus, DataOptions, validation_batches
-from fp4jax.train.errors import ConfigError
+from fp4jax.train.errors import ConfigError, naming_high_precision
 from fp4jax.train.model_files import open_model, read_text
 from fp4jax.train.naming import parse_recipe
 from fp4jax.train.plots import require_matplotlib
@@ -205,10 +205,11 @@ class SwitchedLosses:
 
     def __init__(self, model: LlamaConfig, params: Params, corpus: Corpus, config: SensitivityConfig, seq_len: int):
         rules = recipe_rules(parse_recipe(config.recipe), config.high_precision)
-        architecture = tried(
-            lambda rngs: telemetry.switchable(Llama(model, rules=rules, backend=config.backend, rngs=rngs)),
-            config.backend,
-        )
+        with naming_high_precision(config.high_precision):
+            architecture = tried(
+                lambda rngs: telemetry.switchable(Llama(model, rules=rules, backend=config.backend, rngs=rngs)),
+                config.backend,
+            )
         state = jax.jit(lambda: architecture.init(0)[1])()  # compiled, so that parameters are not drawn
         self._state = dict(nnx.traversals.flatten_mapping(state))
         self._switches = {path: leaf for path, leaf in self._state.items() if path[-1] == "on"}

@@ -18,6 +18,7 @@ from fp4jax.parallel import AXES, batch_sharding
 from fp4jax.recipe import Recipe
 from fp4jax.train.compose import Parts
 from fp4jax.train.config import TrainConfig
+from fp4jax.train.errors import naming_high_precision
 from fp4jax.train.memory import Share, block_activations, head_activations
 from fp4jax.train.optimizer import OPTIMIZERS, make_optimizer
 from fp4jax.train.placement import OnMesh, Placement, SingleDevice, make_placement
@@ -73,7 +74,8 @@ class Step:
         plan, placement = config.plan, make_placement(config.devices)
         vocab_size = config.model.vocab_size or _own_vocabulary(config.model.model or DEFAULT_MODEL)
         with placement.active():
-            parts = Parts.compose(config, config.recipe, vocab_size, placement)
+            with naming_high_precision(config.quantization.high_precision):
+                parts = Parts.compose(config, config.recipe, vocab_size, placement)
             state = placement.state(jax.eval_shape(parts.init, np.uint32(0)))
             shape, sharding = (plan.batch_size, plan.seq_len + 1), _batch_sharding(placement)
             tokens = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding)

@@ -16,11 +16,13 @@ from fp4jax.train.config import (
     LoopOptions,
     ModelOptions,
     OptimizerOptions,
+    QuantizationOptions,
     Settings,
     TrainConfig,
     to_json,
 )
-from fp4jax.train.errors import ConfigError
+from fp4jax.train.data import DataOptions
+from fp4jax.train.errors import ConfigError, naming_high_precision
 from fp4jax.train.model_options import SHAPE
 from fp4jax.train.naming import describe_knobs, parse_recipe
 from fp4jax.train.presets import PRESETS
@@ -238,7 +240,7 @@ def test_a_resume_with_other_settings_names_them(tmp_path):
     config = train_config((Path("a.txt"),)).resolved()
     out = open_run(config, "train", out=tmp_path / "run", fingerprint="abc")
     other = dataclasses.replace(config, seed=1, loop=dataclasses.replace(config.loop, seq_len=32))
-    message = r"started with other settings, .* these: loop.seq_len: 16 there, 32 here; seed: 0 there, 1 here$"
+    message = r"started with other settings, .* these: --seq-len: 16 there, 32 here; --seed: 0 there, 1 here$"
     with pytest.raises(ConfigError, match=message):
         open_run(other, "train", out=out, fingerprint="abc", resume=True)
     with pytest.raises(ConfigError, match="the text itself has changed"):
@@ -247,6 +249,64 @@ def test_a_resume_with_other_settings_names_them(tmp_path):
         config, checkpoint=CheckpointOptions(save_every=1), out=Path("elsewhere"), telemetry_every=2
     )
     assert open_run(saves_more, "train", out=out, fingerprint="abc", resume=True) == out
+
+
+def resumed_with(tmp_path, there, here):
+    out = open_run(there.resolved(), "train", out=tmp_path / "run", fingerprint="abc")
+    with pytest.raises(ConfigError) as caught:
+        open_run(here.resolved(), "train", out=out, fingerprint="abc", resume=True)
+    return str(caught.value).partition("cannot go on with these: ")[2]
+
+
+def test_a_resume_with_more_steps_says_what_would_work(tmp_path):
+    """Not what merely follows from the steps."""
+    there, here = (TrainConfig(loop=LoopOptions(steps=steps)) for steps in (30, 40))
+    assert resumed_with(tmp_path, there, here) == (
+        "--steps: 30 there, 40 here (a run of other length can start from its weights: "
+        f"--init {tmp_path / 'run'}, with another --out)"
+    )
+
+
+def test_a_resume_names_what_was_given_and_not_what_follows_from_it(tmp_path):
+    there = TrainConfig(data=DataOptions(text=(Path("a.txt"), Path("b.txt"))))
+    here = TrainConfig(
+        model=ModelOptions(model="30m"),
+        quantization=QuantizationOptions(backend="xla"),
+        loop=LoopOptions(eval_every=7),
+    )
+    assert resumed_with(tmp_path, there, here) == (
+        "--model: tiny there, 30m here; --backend: not given there, xla here; "
+        "--text: a.txt b.txt there, not given here; --eval-every: 90 there, 7 here"
+    )
+
+
+@pytest.mark.parametrize(
+    ("rules", "message"),
+    [
+        (
+            "rules[0]: 'haed' matches no layer; did you mean 'head'? The layers are:\n"
+            "  layers.mlp.up (4 blocks, stacked)\n  head",
+            "high_precision='haed' matches no layer; did you mean 'head'? (the layers are layers.mlp.up, head)",
+        ),
+        (
+            "rules[0]: 'haed' matches no layer. The layers are:\n  head",
+            "high_precision='haed' matches no layer (the layers are head)",
+        ),
+        (
+            "rules[0]: 'haed' is not a regular expression: no",
+            "high_precision='haed' is not a regular expression: no",
+        ),
+        (
+            "rules[1]: '.*' decides no layer, since rules before it take all it matches; put it before them",
+            "high_precision='haed' matches every layer, and leaves none to the recipe: give fewer",
+        ),
+        ("rules[1]: something else", "rules[1]: something else"),
+    ],
+)
+def test_a_rule_that_a_setting_made_is_called_by_the_setting(rules, message):
+    with pytest.raises(ValueError) as caught, naming_high_precision("haed"):
+        raise ValueError(rules)
+    assert str(caught.value) == message
 
 
 def test_only_a_run_can_be_resumed(tmp_path):
@@ -265,4 +325,4 @@ def test_only_a_run_can_be_resumed(tmp_path):
 
 
 def test_differences_reach_into_objects():
-    assert differences({"a": {"b": 1, "c": 2}}, {"a": {"b": 1, "c": 3}, "d": None}) == ["a.c: 2 there, 3 here"]
+    assert differences({"a": {"b": 1, "c": 2}}, {"a": {"b": 1, "c": 3}, "d": None}) == {"a.c": (2, 3)}

@@ -229,12 +229,14 @@ def test_what_is_no_model_or_no_text_is_refused(capsys, hf, run, tmp_path):
     for arguments, message in (
         (["nosuchmodel"], "no such model: 'nosuchmodel' is neither a file nor a folder, nor is it 'smollm2'"),
         ([str(tmp_path / "folder")], "holds neither config.json (Hugging Face) nor manifest.json"),
+        ([str(tmp_path / "folder")], "nor is it the folder of a run of `fp4jax train`"),
         ([str(tmp_path / "empty.txt")], "is not a GGUF file: it opens with b''"),
         ([str(hf), "--text", str(tmp_path / "empty.txt")], "is empty: give a file with text"),
-        ([str(hf), "--text", str(tmp_path / "gone.txt")], "no such text file"),
+        ([str(hf), "--text", str(tmp_path / "gone.txt")], "text: no such text file"),
         ([str(hf), *text, "--step", "3"], "step=3: "),
         ([str(hf), *text, "--seq-len", "64"], "seq_len=64 is more than the 32 that"),
-        ([str(hf), *text, "--high-precision", "nolayer"], "'nolayer' matches no layer"),
+        ([str(hf), *text, "--high-precision", "nolayer"], "fp4jax: high_precision='nolayer' matches no layer"),
+        ([str(hf), *text, "--tokenizer", str(tmp_path / "gone.json")], "tokenizer: no such tokenizer file"),
         ([str(hf), *text, "--backend", "abacus"], "abacus"),
         ([str(folder), "--step", "3"], "there is no step 3"),
     ):
@@ -261,7 +263,7 @@ def test_a_damaged_checkpoint_is_named(capsys, run, tmp_path):
     message = refused(capsys, str(broken))
     assert "step 6" in message
     assert "is damaged" in message
-    assert "--step" in message or "step 4" in message
+    assert message.endswith("is step 4, pass --step 4 / step=4\n")
 
 
 def test_a_folder_prepared_with_another_tokenizer_is_refused(tmp_path, model):

@@ -130,7 +130,7 @@ def test_a_resume_needs_the_init_no_more(run, hf, paths, tmp_path):
     assert untimed((copy / "metrics.jsonl").read_text().splitlines()) == untimed(rows)
     assert (opened.tokenizer.get_vocab_size(), dataclasses.replace(opened.config, dtype="bfloat16")) == (32, SHAPED)
     other = dataclasses.replace(config, init="smollm2", checkpoint=resume)
-    with pytest.raises(ConfigError, match=r"with these: init: .*hf there, smollm2 here$"):
+    with pytest.raises(ConfigError, match=r"with these: --init: .*hf there, smollm2 here$"):
         train(other, quiet())
 
 
@@ -158,10 +158,17 @@ def test_a_run_goes_on_from_a_step_of_another_on_a_mesh(run, paths, tmp_path):
         ("--rope-base 1e4", r"rope_base=10000.0 contradicts init='.*hf', which has 50000.0: leave it out"),
         ("--model 30m", r"model='30m' has num_layers=\d+, and init='.*hf' has 1: leave --model out"),
         ("--seq-len 25", r"seq_len=25 is more than max_seq_len=24, which the model takes"),
-        ("--init-step 3", r"step=3: '.*hf' is no run of `fp4jax train`, and has no checkpoints"),
+        ("--init-step 3", r"init_step=3: '.*hf' is no run of `fp4jax train`, and has no checkpoints"),
         ("--tokenizer OTHER", r"tokenizer='.*other.json' contradicts init: '.*hf' has another one; leave it out"),
-        ("--init nothing", r"no such model: 'nothing' is neither a file nor a folder, nor is it 'smollm2'"),
-        ("--init RUN --init-step 5", r"'.*run': there is no step 5 in .*; it holds steps 2, 4, 6"),
+        (
+            "--init nothing",
+            r"init='nothing': no such model: 'nothing' is neither a file nor a folder, nor is it 'smollm2'",
+        ),
+        ("--init RUN --init-step 5", r"init_step=5: there is no step 5 in .*; it holds steps 2, 4, 6"),
+        (
+            "--init .",
+            r"init='.' holds neither config.json .* nor manifest.json .*, nor is it the folder of a run of .*",
+        ),
     ],
 )
 def test_what_contradicts_the_model_is_one_line(run, hf, paths, tmp_path, capsys, monkeypatch, flags, message):
@@ -174,6 +181,15 @@ def test_what_contradicts_the_model_is_one_line(run, hf, paths, tmp_path, capsys
     assert errors.count("\n") == 1
     assert re.fullmatch(rf"fp4jax: {message}\n", errors), errors
     assert [path.name for path in tmp_path.iterdir()] == ["other.json"]
+
+
+def test_a_damaged_start_names_the_flag_of_another(run, paths, tmp_path, capsys):
+    folder = shutil.copytree(run[0], tmp_path / "broken")
+    piece = max((folder / "checkpoints" / "6").rglob("*"), key=lambda path: path.stat().st_size * path.is_file())
+    piece.write_bytes(piece.read_bytes()[:-1] + b"!")
+    text = ["--text", *map(str, paths)]
+    assert main(["train", "--init", str(folder), "--steps", "1", "--out", str(tmp_path / "out"), *text]) == 2
+    assert capsys.readouterr().err.endswith("is step 4, pass --init-step 4 / init_step=4\n")
 
 
 def test_a_run_on_bytes_takes_bytes_alone(paths, tmp_path):

@@ -1,6 +1,7 @@
 """What goes wrong with checkpoints, as exceptions that a caller can tell apart."""
 
 from pathlib import Path
+from typing import Self
 
 
 class CheckpointError(RuntimeError):
@@ -19,6 +20,13 @@ class UnusableStepError(CheckpointError):
     def __init__(self, message: str, *, step: int, path: Path, last_good: int | None):
         super().__init__(message)
         self.step, self.path, self.last_good = step, path, last_good
+
+    def advising(self, argument: str) -> Self:
+        """The same error, advising the argument, and flag, by which a command takes the step it reads."""
+        n = self.last_good
+        flag = f"--{argument.replace('_', '-')}"
+        message = str(self).replace(f"pass --resume-step {n} / step={n}", f"pass {flag} {n} / {argument}={n}")
+        return type(self)(message, step=self.step, path=self.path, last_good=n)
 
 
 class DamagedCheckpointError(UnusableStepError):

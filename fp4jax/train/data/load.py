@@ -9,8 +9,8 @@ from pathlib import Path
 
 from fp4jax.train.data.corpus import Corpus, Source
 from fp4jax.train.data.manifest import open_corpus
-from fp4jax.train.data.text import DataError, DocumentRule, read_documents, source_names
-from fp4jax.train.data.tokenizer import ByteTokenizer, FileTokenizer
+from fp4jax.train.data.text import DataError, DocumentRule, naming, read_documents, source_names
+from fp4jax.train.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer
 
 _WORKS = Path(__file__).parent / "works"
 
@@ -41,9 +41,12 @@ def load(options: DataOptions) -> Corpus:
     """
     folders = [path for path in options.text if path.is_dir()]
     if not folders:
-        if options.text:
-            return from_text(options.text, tokenizer=options.tokenizer, rule=options.documents)
-        return embedded(tokenizer=options.tokenizer)
+        with naming("tokenizer"):
+            encoder = _encoder(options.tokenizer)
+        if not options.text:
+            return _embedded(encoder)
+        with naming("text"):
+            return _from_text(options.text, encoder, options.documents)
     if len(options.text) > 1:
         raise DataError(
             f"{str(folders[0])!r} is a folder, and {len(options.text)} paths were given: give text files, or one folder"
@@ -62,9 +65,7 @@ def embedded(*, tokenizer: Path | None = None) -> Corpus:
     Args:
         tokenizer: a tokenizer.json; by default tokens are bytes.
     """
-    works = json.loads((_WORKS / "manifest.json").read_text(encoding="utf-8"))["works"]
-    chapters = DocumentRule(max_chars=1 << 16)  # the longest has 44,854
-    return from_text([_WORKS / work["file"] for work in works], tokenizer=tokenizer, rule=chapters)
+    return _embedded(_encoder(tokenizer))
 
 
 def from_text(files: Sequence[Path], *, tokenizer: Path | None = None, rule: DocumentRule | None = None) -> Corpus:
@@ -82,8 +83,20 @@ def from_text(files: Sequence[Path], *, tokenizer: Path | None = None, rule: Doc
         >>> from_text([Path("emma.txt")]).vocab_size
         256
     """
-    rule = rule or DocumentRule()
-    encoder = ByteTokenizer() if tokenizer is None else FileTokenizer(tokenizer)
+    return _from_text(files, _encoder(tokenizer), rule or DocumentRule())
+
+
+def _encoder(tokenizer: Path | None) -> Tokenizer:
+    return ByteTokenizer() if tokenizer is None else FileTokenizer(tokenizer)
+
+
+def _embedded(encoder: Tokenizer) -> Corpus:
+    works = json.loads((_WORKS / "manifest.json").read_text(encoding="utf-8"))["works"]
+    chapters = DocumentRule(max_chars=1 << 16)  # the longest has 44,854
+    return _from_text([_WORKS / work["file"] for work in works], encoder, chapters)
+
+
+def _from_text(files: Sequence[Path], encoder: Tokenizer, rule: DocumentRule) -> Corpus:
     sources = []
     for name, path in zip(source_names(files), files):
         documents = (document for _, document in read_documents(path, rule))

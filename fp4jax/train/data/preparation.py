@@ -22,7 +22,7 @@ import tyro
 
 from fp4jax.train.data.corpus import Corpus
 from fp4jax.train.data.manifest import DTYPE, MANIFEST, TOKENIZER, Manifest, SourceEntry, open_corpus
-from fp4jax.train.data.text import DataError, DocumentRule, file_size, read_documents, source_names
+from fp4jax.train.data.text import DataError, DocumentRule, file_size, naming, read_documents, source_names
 from fp4jax.train.data.tokenizer import FileTokenizer, check_vocab_size, train_bpe
 from fp4jax.train.errors import require
 
@@ -80,7 +80,8 @@ def prepare(options: PrepareOptions, console: rich.console.Console | None = None
                 progress.start("training the tokenizer")
                 train_bpe(texts, options.vocab_size, staging / TOKENIZER)
             else:
-                FileTokenizer(options.tokenizer)  # says what is wrong with it before anything is written
+                with naming("tokenizer"):
+                    FileTokenizer(options.tokenizer)  # says what is wrong with it before anything is written
                 shutil.copyfile(options.tokenizer, staging / TOKENIZER)
             tokenizer = FileTokenizer(staging / TOKENIZER)
             progress.start("writing tokens")

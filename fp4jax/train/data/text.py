@@ -24,6 +24,15 @@ class DataError(ValueError):
     """Text or a corpus that cannot be used. The message is one line: what, where, and what would work."""
 
 
+@contextlib.contextmanager
+def naming(argument: str) -> Iterator[None]:
+    """Within it, what cannot be used names the argument that gave it."""
+    try:
+        yield
+    except DataError as error:
+        raise DataError(f"{argument}: {error}") from error
+
+
 @dataclasses.dataclass(frozen=True)
 class DocumentRule:
     r"""How a file is cut into documents, the units that a validation split holds out whole.
