@@ -133,7 +133,7 @@ def _sampled(x: Array, alpha: float, axes: tuple[int, ...], names: tuple[AxisNam
         )
     moved = jnp.moveaxis(as_float32(x), axes, range(-len(axes), 0))
     lead = moved.shape[: x.ndim - len(axes)]
-    flat = moved.reshape(*lead, -1)
+    flat = moved.reshape(*lead, math.prod(moved.shape[len(lead) :]))
     # An odd stride: an even one would meet the same channels in every row, and outliers sit in fixed channels.
     stride = -(-flat.shape[-1] // SAMPLES) | 1
     sample = flat[..., ::stride]

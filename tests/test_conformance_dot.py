@@ -39,6 +39,7 @@ PRODUCTS = {
     "1x1x1": ((1, 1), (1, 1), MATMUL),
     "empty m": ((0, 64), (64, 8), MATMUL),
     "empty n": ((5, 8), (8, 0), MATMUL),
+    "empty k": ((5, 0), (0, 8), MATMUL),
     "batch": ((2, 5, 19), (2, 19, 3), BATCH),
     "batch of tokens": ((2, 3, 17), (17, 6), (((2,), (0,)), ((), ()))),
     "two contracted": ((3, 4, 5), (5, 6, 4), (((2, 1), (0, 2)), ((), ()))),
@@ -147,6 +148,16 @@ def test_every_backend_equals_the_numpy_model(backend, name):
         recipe = dataclasses.replace(recipe, outliers=dataclasses.replace(recipe.outliers, quantile="sampled"))
     with kernels.interpret():
         assert_equals_model(recipe, "odd", (BF16, F32), backend)
+
+
+EMPTY = [product for product in PRODUCTS if product.startswith("empty")]
+
+
+@pytest.mark.parametrize("product", EMPTY)
+@pytest.mark.parametrize(("backend", "name"), OTHERS)
+def test_every_backend_takes_empty_operands(backend, name, product):
+    with kernels.interpret():
+        assert_equals_model(RECIPES[name](), product, (BF16, F32), backend)
 
 
 FINE = fp4jax.QuantSpec(fp4jax.E2M1)

@@ -114,9 +114,12 @@ def test_sampling_refuses_an_explicit_mesh():
         fp4jax.clamp_outliers(x, fp4jax.OCC(quantile="sampled"), axis=-1)
 
 
-def test_empty_tensors_pass():
-    clamped, residual = fp4jax.clamp_outliers(jnp.zeros((0, 8)), fp4jax.OCC(), axis=-1)
-    assert clamped.shape == residual.shape == (0, 8)
+@pytest.mark.parametrize("shape", [(0, 8), (8, 0), (2, 0, 8)], ids=str)
+@pytest.mark.parametrize("quantile", ["exact", "sampled"])
+@pytest.mark.parametrize("scope", ["tensor", "vector"])
+def test_empty_tensors_pass(scope, quantile, shape):
+    clamped, residual = fp4jax.clamp_outliers(jnp.zeros(shape), fp4jax.OCC(scope=scope, quantile=quantile), axis=-1)
+    assert clamped.shape == residual.shape == shape
 
 
 @pytest.mark.parametrize("axis", [0, -1])

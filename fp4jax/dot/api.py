@@ -78,7 +78,7 @@ def dot_general(
         The product, [batch, lhs free, rhs free]. Gradients have the dtypes of ``lhs`` and ``rhs``.
 
     Raises:
-        TypeError: for another dtype of an operand.
+        TypeError: for another dtype of an operand, or sizes that do not match; for a ``recipe`` that is none.
         ValueError: for bad ``dimension_numbers``, a missing key, an unknown or unable backend, or an operand prepared
             for another recipe, axis, side or backend.
 
@@ -88,6 +88,7 @@ def dot_general(
         >>> fp4jax.dot_general(x, w, (((1,), (0,)), ((), ())), recipe=fp4jax.recipes.fp4_vector())
         Array([[18.5]], dtype=float32)
     """
+    _check_recipe(recipe)
     prepared = {"lhs": lhs, "rhs": rhs}
     prepared = {side: operand for side, operand in prepared.items() if isinstance(operand, Prepared)}
     for side, operand in prepared.items():
@@ -108,9 +109,11 @@ def dot_general(
         return out.astype(out_dtype)
     _need_key(recipe, key)
     lhs, rhs = _align(lhs, rhs)
+    geometry = Geometry.make(lhs.ndim, rhs.ndim, dimension_numbers)
+    geometry.check_shapes(lhs.shape, rhs.shape)
     call = Call(
         recipe=recipe,
-        geometry=Geometry.make(lhs.ndim, rhs.ndim, dimension_numbers),
+        geometry=geometry,
         lhs_dtype=lhs.dtype,
         rhs_dtype=rhs.dtype,
         out_dtype=out_dtype,
@@ -142,6 +145,11 @@ def _checked(name: str, operand: Array) -> Array:
     return operand
 
 
+def _check_recipe(recipe: object) -> None:
+    if not isinstance(recipe, Recipe):
+        raise TypeError(f"recipe={recipe!r} must be a Recipe, such as fp4jax.recipes.fp4()")
+
+
 def _need_key(recipe: Recipe, key: Key | None, side: str | None = None) -> None:
     spec = {"lhs": recipe.activation_spec, "rhs": recipe.weight_spec}.get(side or "")
     draws = recipe.needs_key if side is None else spec is not None and spec.needs_key
@@ -155,6 +163,7 @@ def _need_key(recipe: Recipe, key: Key | None, side: str | None = None) -> None:
 def _prepare(
     side: str, array: Array, axis: Axis, recipe: Recipe, key: Key | None, backend: str | None
 ) -> Array | Prepared:
+    _check_recipe(recipe)
     array = _checked(side, array)
     if not recipe.quantizes:
         check_name(backend)
@@ -276,8 +285,7 @@ class DotGeneral:
     backend: str | None = None
 
     def __post_init__(self):
-        if not isinstance(self.recipe, Recipe):
-            raise TypeError(f"recipe={self.recipe!r} must be a Recipe, such as fp4jax.recipes.fp4()")
+        _check_recipe(self.recipe)
         check_name(self.backend)
 
     def __call__(

@@ -29,9 +29,16 @@ class Geometry:
         """Checks and normalizes ``dimension_numbers`` as ``lax.dot_general`` takes them.
 
         Raises:
-            ValueError: if an axis is out of range, or nothing is contracted.
+            ValueError: if an axis is out of range or named twice, the operands name different numbers of axes, or
+                nothing is contracted.
         """
-        (lc, rc), (lb, rb) = dimension_numbers
+        try:
+            (lc, rc), (lb, rb) = dimension_numbers
+        except (TypeError, ValueError):
+            raise ValueError(
+                f"dimension_numbers={dimension_numbers} must be ((lhs_contract, rhs_contract), "
+                "(lhs_batch, rhs_batch)), such as (((1,), (0,)), ((), ()))"
+            ) from None
         sides = []
         for name, axes, ndim in (
             ("lhs", lc, lhs_ndim),
@@ -45,12 +52,36 @@ class Geometry:
                         f"dimension_numbers={dimension_numbers} names axis {a} of {name}, which has {ndim} axes"
                     )
             sides.append(tuple(int(a) % ndim for a in axes))
+        for name, axes in (("lhs", sides[0] + sides[2]), ("rhs", sides[1] + sides[3])):
+            if len(set(axes)) < len(axes):
+                raise ValueError(f"dimension_numbers={dimension_numbers} names an axis of {name} twice")
+        if len(sides[0]) != len(sides[1]) or len(sides[2]) != len(sides[3]):
+            raise ValueError(
+                f"dimension_numbers={dimension_numbers} must name as many contracted and as many batch axes of lhs as "
+                "of rhs"
+            )
         if not sides[0]:
             raise ValueError(
                 f"dimension_numbers={dimension_numbers} contracts nothing, so there is no axis for scales to run "
                 "along; use recipe=fp4jax.recipes.bf16()"
             )
         return cls(lhs_ndim, rhs_ndim, *sides)
+
+    def check_shapes(self, lhs: tuple[int, ...], rhs: tuple[int, ...]) -> None:
+        """Raises TypeError, as ``lax.dot_general`` does, where axes that meet have different sizes.
+
+        Checked here for every backend: one that flattens its operands would take (2, 6) and (3, 4) for the same 12.
+        """
+        for what, lhs_axes, rhs_axes in (
+            ("contracting", self.lhs_contract, self.rhs_contract),
+            ("batch", self.lhs_batch, self.rhs_batch),
+        ):
+            sizes = tuple(lhs[a] for a in lhs_axes), tuple(rhs[a] for a in rhs_axes)
+            if sizes[0] != sizes[1]:
+                raise TypeError(
+                    f"lhs has shape {lhs} and rhs {rhs}; their {what} dimensions have sizes {sizes[0]} and {sizes[1]}, "
+                    "and must have the same"
+                )
 
     @functools.cached_property
     def lhs_free(self) -> tuple[int, ...]:

@@ -114,7 +114,7 @@ def _activation(
 
     batch, per_tensor = x.ndim - 2, isinstance(spec.granularity, PerTensor)
     names = rows + cols + (BATCH,) * batch
-    bounds = None if occ is None else thresholds(x.reshape(-1, x.shape[-1]), occ, rows + cols)
+    bounds = None if occ is None else thresholds(x.reshape(math.prod(x.shape[:-1]), x.shape[-1]), occ, rows + cols)
 
     def quantize(x):
         if per_tensor:

@@ -1,6 +1,7 @@
 """Rotary embedding and causal grouped-query attention."""
 
 import functools
+import math
 from typing import Literal
 
 import jax
@@ -91,5 +92,5 @@ class Attention(nnx.Module):
         with jax.named_scope("attention"):
             encoded = locally(attend, query, key, split_axes(value, lead, heads))
         # One axis at a time: each merge follows the mesh by itself.
-        merged = rows(encoded.reshape(*lead, -1))
+        merged = rows(encoded.reshape(*lead, math.prod(encoded.shape[len(lead) :])))
         return split_axes(self.output(merged), lead, x.shape[-1:])

@@ -1,5 +1,7 @@
 """The call itself: what it refuses, how it composes, and injection into stock layers."""
 
+import functools
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -8,6 +10,7 @@ import pytest
 from flax import nnx
 
 import fp4jax
+from fp4jax import kernels
 from fp4jax.dot.geometry import Geometry
 
 MATMUL = (((1,), (0,)), ((), ()))
@@ -33,11 +36,37 @@ NOISY = fp4jax.Recipe(
         (ValueError, lambda: Geometry.make(2, 2, (((2,), (0,)), ((), ()))), "names axis 2 of lhs, which has 2 axes"),
         (TypeError, lambda: fp4jax.DotGeneral("fp4"), "recipe='fp4' must be a Recipe"),
         (TypeError, lambda: fp4jax.dot_general(X, W.T, MATMUL, recipe=FP4), "contracting dimensions"),
+        (ValueError, lambda: Geometry.make(2, 2, ((1,), (0,))), r"dimension_numbers=\(\(1,\), \(0,\)\) must be"),
+        (ValueError, lambda: Geometry.make(2, 2, (((1, -1), (0, 1)), ((), ()))), "names an axis of lhs twice"),
+        (ValueError, lambda: Geometry.make(2, 2, (((1,), (0,)), ((0,), (0,)))), "names an axis of rhs twice"),
+        (ValueError, lambda: Geometry.make(2, 3, (((1,), (0, 1)), ((), ()))), "as many contracted and as many batch"),
+        (TypeError, lambda: fp4jax.dot_general(X, W, MATMUL, recipe="fp4"), "recipe='fp4' must be a Recipe"),
+        (TypeError, lambda: fp4jax.dot.prepare_lhs(X, recipe=None), "recipe=None must be a Recipe"),
     ],
 )
 def test_bad_calls_say_what_would_work(error, call, message):
     with pytest.raises(error, match=message):
         call()
+
+
+@pytest.mark.parametrize("backend", fp4jax.dot.BACKENDS)
+@pytest.mark.parametrize(
+    ("lhs", "rhs", "dims", "sizes"),
+    [
+        (
+            (5, 2, 6),
+            (3, 4, 7),
+            (((1, 2), (0, 1)), ((), ())),
+            r"contracting dimensions have sizes \(2, 6\) and \(3, 4\)",
+        ),
+        ((2, 3, 5, 4), (3, 2, 4, 7), (((3,), (2,)), ((0, 1), (0, 1))), r"batch dimensions have sizes \(2, 3\) and"),
+    ],
+)
+def test_no_backend_takes_sizes_that_only_multiply_to_the_same(backend, lhs, rhs, dims, sizes):
+    lhs, rhs = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (lhs, rhs))
+    call = functools.partial(fp4jax.dot_general, dimension_numbers=dims, recipe=FP4, backend=backend)
+    with kernels.interpret(), pytest.raises(TypeError, match=sizes):
+        jax.eval_shape(call, lhs, rhs)
 
 
 def test_a_recipe_without_quantizers_is_lax_dot_general_bit_for_bit():

@@ -119,6 +119,11 @@ def test_logits_are_float32_and_causal():
     assert bool(jnp.all(jnp.any(changed[:, 9:] != logits[:, 9:], axis=-1)))
 
 
+@pytest.mark.parametrize("shape", [(0, 5), (2, 0)], ids=["no rows", "no tokens"])
+def test_an_empty_batch_has_empty_logits(shape):
+    assert forward(*build(FP4_VECTOR), jnp.zeros(shape, jnp.int32)).shape == (*shape, SMALL.vocab_size)
+
+
 def test_rows_of_a_batch_do_not_mix():
     model = build(FP4_VECTOR)
     other = forward(*model, TOKENS.at[0].set(0))
