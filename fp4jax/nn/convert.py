@@ -11,7 +11,7 @@ from flax import linen, nnx
 from fp4jax.dot import DotGeneral
 from fp4jax.dot.registry import check_name
 from fp4jax.nn.layers import Found, find_layers, install, refusal, walk
-from fp4jax.nn.product import KeyedDotGeneral, NoiseStream
+from fp4jax.nn.product import KeyedDotGeneral, NoiseStream, unprepared
 from fp4jax.nn.rules import Rules, resolve_blocks
 from fp4jax.nn.runs import BlockwiseDotGeneral
 from fp4jax.recipe import Recipe
@@ -28,8 +28,9 @@ def quantize_model[M: nnx.Module](
     lists it. Parameters are not touched: their values, paths and metadata remain those of the unquantized model, and so
     do its checkpoints. Kernels reach the quantizer in their own dtype, never rounded to the layer's `dtype` first.
 
-    Call it again to change recipes, at any step of a training run; None takes a recipe away. If it raises, nothing was
-    changed. To keep the model as it was, quantize `nnx.clone(model)`.
+    Call it again to change recipes, at any step of a training run; None takes a recipe away, and weights that the model
+    used by `use_prepared` are let go of. If it raises, nothing was changed. To keep the model as it was, quantize
+    `nnx.clone(model)`.
 
     A path names a layer as attributes and indices do: "blocks.0.attention.query", "" for a model that is itself a
     layer. Layers that `nnx.vmap` stacked have one path and one recipe for all of the stack, unless the model says that
@@ -151,7 +152,7 @@ def _product(found: Found, recipes: tuple[Recipe | None, ...], rngs: nnx.Rngs | 
     mixed = len(set(recipes)) > 1
     if not mixed and recipes[0] is None:
         return None
-    before = found.product
+    before = unprepared(found.product)
     stream = None
     stochastic = next((recipe for recipe in recipes if recipe is not None and recipe.needs_key), None)
     if stochastic is not None:

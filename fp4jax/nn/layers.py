@@ -12,7 +12,7 @@ from jax import lax
 
 from fp4jax.dot import DotGeneral
 from fp4jax.nn.einsum import DotEinsum
-from fp4jax.nn.product import KeepKernelDtype, KeyedDotGeneral
+from fp4jax.nn.product import KeepKernelDtype, KeyedDotGeneral, unprepared
 from fp4jax.recipe import Recipe
 
 
@@ -183,7 +183,7 @@ def refusal(found: Found) -> str | None:
     held = getattr(layer, kind.product)
     if getattr(layer, "dot_general_cls", None) is not None:
         return f"it has a dot_general_cls of its own, {layer.dot_general_cls!r}"
-    ours = kind.dot_general(layer)
+    ours = unprepared(kind.dot_general(layer))
     if not (held in kind.stock or isinstance(ours, DotGeneral | KeyedDotGeneral) or hasattr(ours, "recipes")):
         return f"its {kind.product} is {held!r}, not one of Flax or fp4jax"
     if (

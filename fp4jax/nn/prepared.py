@@ -9,7 +9,7 @@ from jax import lax
 
 from fp4jax.dot import DotGeneral, Prepared
 from fp4jax.nn.layers import Found, calls_as_known, find_layers, replace_product
-from fp4jax.nn.product import KeepKernelDtype, KeyedDotGeneral, PreparedDotGeneral
+from fp4jax.nn.product import KeepKernelDtype, KeyedDotGeneral, PreparedDotGeneral, unprepared
 
 type PreparedWeights = Mapping[str, Prepared]
 """Quantized kernels by the paths of their layers; a pytree. From `prepare_weights`, for `use_prepared`."""
@@ -34,6 +34,9 @@ def prepare_weights(model: nnx.Module) -> PreparedWeights:
     Returns:
         Quantized kernels by path. Nothing is differentiated through them.
 
+    Raises:
+        TypeError: `model` is no NNX module.
+
     Example:
         >>> recipe = fp4jax.recipes.fp4()
         >>> model = nnx.Sequential(*(fp4jax.nn.Linear(8, 8, recipe=recipe, rngs=nnx.Rngs(i)) for i in range(2)))
@@ -47,6 +50,7 @@ def prepare_weights(model: nnx.Module) -> PreparedWeights:
         >>> gradient(params, jnp.ones((2, 8))).layers[0].kernel.shape
         (8, 8)
     """
+    _check(model)
     prepared = {}
     for found in find_layers(model):
         axes = _contraction(found)
@@ -60,7 +64,7 @@ def use_prepared[M: nnx.Module](model: M, prepared: PreparedWeights) -> M:
 
     It is meant for a copy that lives as long as the weights stay as they are, such as a model merged inside a function
     to differentiate. A model that outlives them goes on with the old values until it is given new ones, or `{}`, with
-    which every layer quantizes in each call again.
+    which every layer quantizes in each call again; so it does after `quantize_model`.
 
     Args:
         model: a model like the one that was prepared. That its kernels hold the numbers that were prepared is the
@@ -68,9 +72,12 @@ def use_prepared[M: nnx.Module](model: M, prepared: PreparedWeights) -> M:
         prepared: from `prepare_weights`; it takes the place of what the model has used so far.
 
     Raises:
-        TypeError: `prepared` holds something else than prepared weights.
+        TypeError: `model` is no NNX module, or `prepared` holds something else than prepared weights.
         ValueError: a path of `prepared` names no layer that it fits.
     """
+    _check(model)
+    if not isinstance(prepared, Mapping):
+        raise TypeError(f"prepared={prepared!r} must come from prepare_weights, or be {{}} for none")
     layers = {found.path: found for found in find_layers(model)}
     for path, weight in prepared.items():
         if not isinstance(weight, Prepared):
@@ -83,14 +90,15 @@ def use_prepared[M: nnx.Module](model: M, prepared: PreparedWeights) -> M:
             )
     for path, found in layers.items():
         if path in prepared:
-            replace_product(found, PreparedDotGeneral(_unprepared(found.product), prepared[path]))
+            replace_product(found, PreparedDotGeneral(unprepared(found.product), prepared[path]))
         elif isinstance(found.product, PreparedDotGeneral):
             replace_product(found, found.product.product)
     return model
 
 
-def _unprepared(product: Any) -> Any:
-    return product.product if isinstance(product, PreparedDotGeneral) else product
+def _check(model: object) -> None:
+    if not isinstance(model, nnx.Module):
+        raise TypeError(f"model must be a flax.nnx.Module, got {type(model)!r}")
 
 
 def _dot(product: Any) -> DotGeneral:
@@ -101,7 +109,7 @@ def _contraction(found: Found) -> tuple[int, ...] | None:
     """The axes along which the layer's kernel is quantized, negative; None for one that is not prepared."""
     if found.kind is None or found.kernel is None:
         return None
-    if not isinstance(_unprepared(found.product), DotGeneral | KeyedDotGeneral):
+    if not isinstance(unprepared(found.product), DotGeneral | KeyedDotGeneral):
         return None
     if found.kind.promotes and not isinstance(found.module.promote_dtype, KeepKernelDtype):
         return None  # which may round the kernel first

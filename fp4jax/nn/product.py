@@ -125,18 +125,23 @@ class PreparedDotGeneral(nnx.Module):
     """
 
     def __init__(self, product: DotGeneral | KeyedDotGeneral, weight: Prepared):
-        self.product = nnx.data(product) if isinstance(product, nnx.Module) else product
+        self.product: Any = nnx.data(product) if isinstance(product, nnx.Module) else product
         self.weight = QuantizedWeight(weight.without_array())
 
     @property
     def dot(self) -> DotGeneral:
         """The product and its recipe, without preparation and without noise."""
-        return self.product.dot if isinstance(self.product, KeyedDotGeneral) else self.product
+        return getattr(self.product, "dot", self.product)
 
     def __call__(self, lhs: Any, rhs: jax.Array, dimension_numbers: Any, *args: Any, **options: Any) -> jax.Array:
         """`jax.lax.dot_general` under the recipe; `rhs` is the kernel that was prepared."""
         weight = self.weight.get_value().with_array(rhs)
         return self.product(lhs, weight, dimension_numbers, *args, **options)
+
+
+def unprepared(product: Any) -> Any:
+    """The product that quantizes in each call: that of a `PreparedDotGeneral`, and any other as it is."""
+    return product.product if isinstance(product, PreparedDotGeneral) else product
 
 
 def set_noise_step(model: nnx.Module, step: jax.Array | int) -> None:

@@ -12,6 +12,7 @@ from fp4jax.dot.geometry import Geometry
 from fp4jax.nn import KeyedDotGeneral
 from fp4jax.nn.einsum import DotEinsum
 from fp4jax.nn.layers import find_layers
+from fp4jax.nn.product import PreparedDotGeneral, unprepared
 from fp4jax.nn.runs import BlockwiseDotGeneral
 from fp4jax.recipe import Recipe
 from fp4jax.telemetry.probe import SHAPE, Observed, forward_statistics, observe
@@ -194,7 +195,7 @@ def replace_products[M: nnx.Module](
         )
     stacks = _stacks(twin)
     for path, module in found:
-        product = module.dot_general
+        product = unprepared(module.dot_general)
         if not isinstance(product, DotGeneral) and type(product) not in (KeyedDotGeneral, BlockwiseDotGeneral):
             raise ValueError(
                 f"{path or 'the model'} is instrumented already: its product is a {type(product).__name__}"
@@ -205,7 +206,11 @@ def replace_products[M: nnx.Module](
             stack = product.stream.count.shape
         else:
             stack = stacks[id(module)] if id(module) in stacks else _stack_of(path, module)
-        module.dot_general = nnx.data(replacement(product, stack))
+        replaced = nnx.data(replacement(product, stack))
+        if isinstance(module.dot_general, PreparedDotGeneral):  # whose weight stays where the state of `model` has it
+            module.dot_general.product = replaced
+        else:
+            module.dot_general = replaced
     return twin
 
 

@@ -210,6 +210,8 @@ def _tables(sums: Any) -> list[tuple[tuple[str, ...], Any]]:
         names = [str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key)))) for key in keys]
         if names and names[-1] in _LEAVES and leaf.shape[-len(SHAPE) :] == SHAPE:
             layer = names[:-1]
+            if layer[-2:] == ["dot_general", "product"]:  # of a PreparedDotGeneral; a layer may be named "product" too
+                layer.pop()
             while layer and layer[-1] in _PLUMBING:
                 layer.pop()
             found.append((tuple(layer), leaf))

@@ -127,6 +127,27 @@ def test_a_model_that_outlives_its_prepared_weights_takes_new_ones_or_none():
     assert not np.array_equal(again, first)
 
 
+def prepared_model() -> nnx.Module:
+    return use_prepared(model(), prepare_weights(model()))
+
+
+@pytest.mark.parametrize("rngs", [None, nnx.Rngs(noise=1)], ids=["goes on", "new noise"])
+def test_quantizing_a_model_that_uses_prepared_weights_is_quantizing_the_model(rngs):
+    rules = [("heads", None), ("join", fp4jax.recipes.fp8()), (".*", NOISY)]
+    rules_of_noise = [("last", NOISY), (".*", None)]  # only this layer has noise to go on with
+    for new in (rules, rules_of_noise) if rngs is not None else (rules_of_noise,):
+        got, want = (quantize_model(m, new, rngs=rngs) for m in (prepared_model(), model()))
+        assert nnx.graphdef(got) == nnx.graphdef(want)
+        np.testing.assert_array_equal(got(X), want(X))  # pyright: ignore[reportCallIssue]
+        noise = [nnx.state(m, nnx.RngState) for m in (got, want)]
+        for a, b in zip(*map(jax.tree.leaves, noise), strict=True):
+            assert (a == b).all()
+
+
 def test_only_prepared_weights_can_be_used():
     with pytest.raises(TypeError, match=r"prepared\['last'\]=1 must come from prepare_weights"):
         use_prepared(model(), {"last": 1})  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError, match=r"prepared=None must come from prepare_weights, or be {} for none"):
+        use_prepared(model(), None)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError, match=r"model must be a flax\.nnx\.Module, got <class 'flax.nnx.*State'>"):
+        prepare_weights(nnx.state(model()))  # pyright: ignore[reportArgumentType]

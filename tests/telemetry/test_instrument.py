@@ -18,6 +18,10 @@ FORWARD = Recipe("forward", Gemm(QuantSpec(E2M1), None), Gemm(QuantSpec(E5M2, Pe
 NOISY = dataclasses.replace(
     FORWARD, name="noisy", fprop=Gemm(QuantSpec(E2M1, rounding=fp4jax.STOCHASTIC), QuantSpec(E2M1))
 )
+KEYED = dataclasses.replace(
+    fp4jax.recipes.fp4_vector(), name="keyed", fprop=Gemm(QuantSpec(E2M1, rounding=fp4jax.STOCHASTIC), QuantSpec(E2M1))
+)
+"""So does this one's; its weight is rounded to nearest, and so can be prepared."""
 CONFIG = LlamaConfig(
     vocab_size=61, num_layers=3, embed_dim=16, num_heads=2, num_kv_heads=1, head_dim=8, mlp_dim=24, max_seq_len=24
 )
@@ -289,6 +293,31 @@ def test_an_operand_that_was_quantized_beforehand_is_measured_too():
     (record,) = telemetry.collect(sums).records
     assert_statistics(record.values, statistics(np.asarray(X), QuantSpec(E2M1), 1))
     assert_bit_equal(multiply(telemetry.switchable(layer), prepared), out)
+
+
+class Sandwich(nnx.Module):
+    """A layer named as the attribute that holds a product without its preparation, and a stack."""
+
+    def __init__(self, recipe, rngs):
+        self.product = fp4jax.nn.Linear(16, 16, recipe=recipe, rngs=rngs)
+        self.stack = Stack(recipe, 2, rngs)
+
+    def __call__(self, x):
+        return self.stack(self.product(x))
+
+
+@pytest.mark.parametrize("recipe", [fp4jax.recipes.fp4_vector(), KEYED], ids=["plain", "keyed"])
+def test_a_model_that_uses_prepared_weights_is_measured_as_without(recipe):
+    model = Sandwich(recipe, nnx.Rngs(params=0, noise=1))
+    model.eval()  # so that the noise is that of one call
+    prepared = fp4jax.nn.use_prepared(nnx.clone(model), fp4jax.nn.prepare_weights(model))
+    assert isinstance(prepared.product.dot_general, fp4jax.nn.PreparedDotGeneral)
+    assert telemetry.Meter(prepared, square)(prepared, X) == telemetry.Meter(model, square)(model, X)
+    assert_bit_equal(telemetry.switchable(prepared).product(X), telemetry.switchable(model).product(X))
+    with pytest.raises(ValueError, match=r"product is instrumented already: its product is a (Keyed)?Tap"):
+        telemetry.instrument(telemetry.instrument(prepared))
+    weights = telemetry.oscillation.weights_of
+    assert weights(prepared) == weights(model)
 
 
 # --- errors -----------------------------------------------------------------------------------------------------------
