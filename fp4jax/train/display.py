@@ -115,10 +115,15 @@ def number(value: float, form: str) -> str:
 def _line(p: Progress) -> str:
     if p.status == "compiling":
         return f"compiling the step ({p.steps} to do)"
-    parts = [f"step {p.step:>{len(str(p.steps))}}/{p.steps}", f"loss {number(p.loss, '.3f')}"]
+    parts = [f"step {p.step:>{len(str(p.steps))}}/{p.steps}"]
+    # A run that was done already has made no step.
+    trained = p.status != "done" or not (math.isnan(p.loss) and math.isnan(p.tokens_per_second))
+    if trained:
+        parts.append(f"loss {number(p.loss, '.3f')}")
     if not math.isnan(p.validation):
         parts.append(f"validation {number(p.validation, '.3f')}")
-    parts.append(f"{number(p.tokens_per_second, ',.0f')} tokens/s")
+    if trained:
+        parts.append(f"{number(p.tokens_per_second, ',.0f')} tokens/s")
     if p.skipped:
         parts.append(f"{p.skipped:g} skipped")
     return "  ".join([*parts, "done"] if p.status == "done" else parts)

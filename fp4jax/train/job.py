@@ -12,7 +12,7 @@ from fp4jax.train import distributed
 from fp4jax.train.arm import Arm
 from fp4jax.train.checkpoint import Checkpointer, CheckpointError
 from fp4jax.train.config import CheckpointOptions, DistributedOptions, Plan, TrainConfig, to_json
-from fp4jax.train.display import Display, number
+from fp4jax.train.display import Display
 from fp4jax.train.errors import ConfigError
 from fp4jax.train.initial import keep_tokenizer, load_text, open_initial
 from fp4jax.train.loop import Interrupted, Result, Saving, StopSignal, train_arm
@@ -134,11 +134,9 @@ def _report(config: TrainConfig, arm: Arm, folder: Path, result: Result, console
         token=arm.text.token,
     )
     console.print(result_table(result, arm.text.split.validation.bytes_per_token))
-    speed = (
-        f"{number(result.tokens_per_second, ',.0f')} tokens/s, {result.skipped} steps skipped, "
-        f"{result.clip_fraction:.0%} clipped"
-    )
-    console.print(f"{speed}; curves: {folder / 'curves.png'}", highlight=False, soft_wrap=True)
+    speed = "" if tokens_per_second is None else f"{tokens_per_second:,.0f} tokens/s, "
+    counts = f"{result.skipped} steps skipped, {result.clip_fraction:.0%} clipped"
+    console.print(f"{speed}{counts}; curves: {folder / 'curves.png'}", highlight=False, soft_wrap=True)
     if config.telemetry_every:
         report_measurements(folder, console)
 
@@ -169,7 +167,9 @@ def _first_state(
         state, _ = checkpointer.restore(arm.abstract_state, start)
     except FileNotFoundError as error:
         raise distributed.AgreedError(f"resume_step={start}: {error}") from error
-    console.print(f"resumed after step {start}", highlight=False)
+    done = start >= arm.plan.steps
+    left = f", the last: nothing is left to do (--steps is {arm.plan.steps}), this is its result" if done else ""
+    console.print(f"resumed after step {start}{left}", highlight=False, soft_wrap=True)
     return state, start
 
 

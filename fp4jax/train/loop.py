@@ -224,6 +224,7 @@ class _Run:
             self._flush()
         if self.validation is None or self.validation[0] != steps:  # a finished run, resumed
             self.validation = steps, arm.validate(state)
+            self.progress.validation = float(self.validation[1].loss.mean())
         if self.saving:
             self.saving.checkpointer.wait()
         self.progress.set("done", steps)

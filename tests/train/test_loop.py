@@ -153,7 +153,12 @@ def test_a_finished_run_resumes_to_the_same_result(whole, noisy_recipe, paths):
     folder, result, _ = whole
     before = (folder / FILE).read_bytes()
     config = dataclasses.replace(train_config(paths, folder, resume=True), recipe="noisy")
-    _, again = train(config, quiet())
+    console = quiet()
+    _, again = train(config, console)
+    said = console.file.getvalue()
+    assert "resumed after step 6, the last: nothing is left to do (--steps is 6), this is its result\n" in said
+    assert "–" not in said
+    assert f"step 6/6  validation {result.loss:.3f}  done\n" in said
     assert (again.loss, again.by_source) == (result.loss, result.by_source)
     assert np.isnan(again.tokens_per_second)
     assert (folder / FILE).read_bytes() == before
