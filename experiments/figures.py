@@ -140,6 +140,7 @@ def _final_gaps(axis: Any, experiment: Experiment, results: Results, colors: Map
     paper_base = next((arm.paper for arm in experiment.arms if arm.label == experiment.baseline), None)
     largest = 1.35 * max((float(np.max(np.abs(values))) for values in gaps.values()), default=1.0)
     largest = max(largest, 5.0) if paper_base else largest
+    inside, beside = [0.0, *(float(gap) for values in gaps.values() for gap in values)], []
     for row, arm in enumerate(arms):
         values = gaps[arm.label]
         axis.barh(row, values.mean(), color=colors[arm.label], alpha=0.35, height=0.6)
@@ -149,10 +150,16 @@ def _final_gaps(axis: Any, experiment: Experiment, results: Results, colors: Map
         paper = 100 * (arm.paper / paper_base - 1)
         if paper <= largest:
             axis.plot(paper, row, "D", color="black", markerfacecolor="none", markersize=10, markeredgewidth=1.6)
+            inside.append(paper)
         else:
             text = "paper: diverged" if np.isnan(paper) else f"paper: {paper:+.0f} % →"
-            axis.text(0.99, row + 0.45, text, fontsize=11, ha="right", transform=axis.get_yaxis_transform())
+            place = (max(values.max(), 0.0), row)
+            axis.annotate(text, place, (10, 0), textcoords="offset points", fontsize=11, va="center")
+            beside.append(place[0])
     axis.axvline(0, color="black", linewidth=1.5)
+    low, high = min(inside), max(inside)
+    high = max([high, *(place + 0.32 * (high - low) for place in beside)])
+    axis.set_xlim(low - 0.03 * (high - low), high + 0.03 * (high - low))  # or dots near zero would be cut in half
     axis.set_yticks(range(len(arms)), [arm.label for arm in arms])
     axis.set_ylim(len(arms) - 0.35, -0.65)
     legend = "●: a seed   bar: mean" + ("   ◇: the paper (1.3B, 10B tokens)" if paper_base else "")
@@ -183,6 +190,8 @@ def _rates(experiment: Experiment, results: Results, units: Units) -> Any:
         axis.set_xscale("log")
         axis.set_xticks(rates, [f"{rate:g}" for rate in rates])
         axis.minorticks_off()
+    seeds = len(next(iter(results.values())).seeds) // len(rates)
+    axes[-1].set_title("one seed a rate" if seeds == 1 else f"{seeds} seeds a rate", fontsize=13, loc="right")
     axes[0].legend(frameon=False, fontsize=12)
     return figure
 
@@ -212,6 +221,8 @@ def _weights(experiment: Experiment, results: Results, units: Units) -> Any:
     _tidy(clipped, units.label, "steps with a clipped\ngradient (%)")
     _tidy(flips, units.label, "weights whose E2M1 code\nchanges in one step (%)")
     _tidy(histogram, "position of a weight in its E2M1 interval, at the end", "density")
+    note = {"ha": "center", "fontsize": 11, "transform": histogram.transAxes}
+    histogram.text(0.5, 0.02, "E2M1 with a scale a channel, for every arm", **note)
     norm.legend(frameon=False, fontsize=10, ncols=2)
     return figure
 

@@ -13,7 +13,15 @@ from experiments.catalog import EXPERIMENTS
 from experiments.experiment import Experiment
 from experiments.statistics import gap_percent, rank_correlation
 from experiments.store import Lanes
-from experiments.tables import circumstances_text, claim_cells, claims_table, markdown, results_table, setting_text
+from experiments.tables import (
+    best_rates_table,
+    circumstances_text,
+    claim_cells,
+    claims_table,
+    markdown,
+    results_table,
+    setting_text,
+)
 from fp4jax.train.errors import ConfigError
 
 BEGIN, END = "<!-- report: made by `python -m experiments report` -->", "<!-- end of report -->"
@@ -79,6 +87,7 @@ def section(experiment: Experiment, size: str, results: Mapping[str, Lanes]) -> 
     if not testable(experiment, results):
         return [heading, f"Only {' and '.join(results)} have run, and no claim can be tested."]
     parts = [heading, results_table(experiment, results)]
+    parts += [best_rates_table(experiment, results)] if experiment.learning_rates else []
     if missing := [arm.label for arm in experiment.arms if arm.label not in results]:
         parts.append(f"Not run: {'; '.join(missing)}.")
     parts += [claims_table(experiment, results), circumstances_text(results)]

@@ -47,6 +47,25 @@ def rank_correlation(first: np.ndarray, second: np.ndarray) -> float:
     return float(stats.spearmanr(first, second).statistic) if len(first) > 2 else math.nan
 
 
+def vertex(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
+    """Where the parabola through the lowest point and its two neighbors is lowest, and its value there.
+
+    Args:
+        x: in ascending order.
+        y: with a smallest value; NaN for both results if that is the first or the last.
+
+    Example:
+        >>> [round(float(v), 3) for v in vertex(np.array([0.0, 1.0, 3.0, 4.0]), np.array([5.0, 2.0, 2.0, 5.0]))]
+        [2.0, 1.0]
+    """
+    lowest = int(np.argmin(y))
+    if not 0 < lowest < len(y) - 1:
+        return math.nan, math.nan
+    parabola = np.polynomial.Polynomial.fit(x[lowest - 1 : lowest + 2], y[lowest - 1 : lowest + 2], 2)
+    place = float(parabola.deriv().roots()[0])
+    return place, float(parabola(place))
+
+
 @dataclasses.dataclass(frozen=True)
 class Paired:
     """A paired comparison over n seeds.

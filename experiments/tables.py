@@ -7,7 +7,7 @@ import numpy as np
 
 from experiments.base import HEADLINE
 from experiments.experiment import Experiment
-from experiments.statistics import Spread, gap_percent, paired
+from experiments.statistics import Spread, gap_percent, paired, vertex
 from experiments.store import Lanes, sources_of
 from fp4jax.train.config import Settings
 
@@ -100,7 +100,7 @@ def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def _numeric(rows: Sequence[Sequence[str]], column: int) -> bool:
     cells = [row[column] for row in rows if row[column]]
-    return bool(cells) and sum(cell[:1] in "0123456789+-−±–." for cell in cells) > len(cells) / 2
+    return bool(cells) and sum(cell[:1] in "0123456789+-−±–.<" for cell in cells) > len(cells) / 2
 
 
 def _cells(lanes: Lanes, base: Lanes | None, scopes: Iterable[Sequence[str]]) -> list[str]:
@@ -138,6 +138,24 @@ def _rates_table(experiment: Experiment, results: Mapping[str, Lanes]) -> str:
                 row.append("" if loss is None or base is None else Spread.of(gap_percent(loss, base)).text("+.2f"))
         rows.append(row)
     return markdown(header, rows)
+
+
+def best_rates_table(experiment: Experiment, results: Mapping[str, Lanes]) -> str:
+    """An arm a row at its best rate, of those tried and by a parabola; the gap is to the baseline at its own best."""
+    rows, base = [], None
+    for arm in (arm for arm in experiment.arms if arm.label in results):
+        losses = losses_by_rate(results[arm.label])
+        rates = sorted(losses)
+        means = np.array([losses[rate].mean() for rate in rates])
+        place, fitted = vertex(np.log(rates), means)
+        found = ((rates[int(np.argmin(means))], float(means.min())), (math.exp(place), fitted))
+        base = found if arm.label == experiment.baseline else base
+        cells = [arm.label]
+        for i, (rate, loss) in enumerate(found):
+            gap = "–" if base is None or base is found else f"{gap_percent(loss, base[i][1]):+.2f}"
+            cells += ["", "", ""] if math.isnan(loss) else [f"{rate:.4f}" if i else f"{rate:g}", f"{loss:.4f}", gap]
+        rows.append(cells)
+    return markdown(["at its best", "rate tried", "loss", "gap, %", "rate, by a parabola", "loss", "gap, %"], rows)
 
 
 def losses_by_rate(lanes: Lanes) -> dict[float, np.ndarray]:

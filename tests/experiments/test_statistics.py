@@ -9,9 +9,10 @@ from scipy import stats
 
 from experiments import report, store
 from experiments.__main__ import pieces_of
-from experiments.base import ROOT, SIZES
+from experiments.base import HEADLINE, ROOT, SIZES
 from experiments.catalog import EXPERIMENTS
-from experiments.statistics import Spread, gap_percent, paired, rank_correlation
+from experiments.statistics import Spread, gap_percent, paired, rank_correlation, vertex
+from experiments.tables import best_rates_table
 
 
 def test_spread_is_the_standard_deviation_of_a_sample():
@@ -46,11 +47,32 @@ def test_ranks_of_gaps_are_correlated_by_hand():
     assert math.isnan(rank_correlation(first[:2], second[:2]))
 
 
+def test_the_vertex_is_that_of_the_parabola_and_not_looked_for_outside():
+    x = np.log([1e-3, 2e-3, 4e-3, 8e-3])
+    place, value = vertex(x, 3 + 2 * (x - np.log(3e-3)) ** 2)
+    assert (np.exp(place), value) == (pytest.approx(3e-3), pytest.approx(3))
+    for y in (x, -x):
+        assert all(math.isnan(found) for found in vertex(x, y))
+
+
+def test_each_arm_is_shown_at_its_best_rate():
+    experiment = EXPERIMENTS["rates"]
+    results = store.stored(experiment, "9M")
+    bf16, fp4 = (results[label].final(HEADLINE) for label in ("bf16", "fp4"))
+    rows = best_rates_table(experiment, results).splitlines()
+    gap = 100 * (fp4.min() / bf16.min() - 1)
+    assert rows[2].startswith(f"| bf16 | 0.004 | {bf16.min():.4f} | – | ")
+    assert rows[3].startswith(f"| fp4 | 0.004 | {fp4.min():.4f} | {gap:+.2f} | ")
+    still_falling = store.Lanes({**results["fp4"].record, "lanes": results["fp4"].lanes[:3]})
+    rows = best_rates_table(experiment, {**results, "fp4": still_falling}).splitlines()
+    assert rows[3] == f"| fp4 | 0.004 | {fp4.min():.4f} | {gap:+.2f} |  |  |  |"
+
+
 def test_the_page_and_the_readme_state_the_correlation_that_is_computed():
     (line,) = report.agreement(EXPERIMENTS.values()).splitlines()
     arms, value = re.search(r"the (\d+) arms .* rank correlation 0(\.\d\d);", line).groups()  # pyright: ignore
     readme = " ".join((ROOT.parent / "README.md").read_text(encoding="utf-8").split())
-    assert f"the gaps of the {arms} arms that ran at both sizes rank as at 9M ({value})" in readme
+    assert f"the gaps of the {arms} arms that ran at both sizes rank much as at 9M ({value})" in readme
 
 
 @pytest.mark.parametrize(
@@ -80,6 +102,37 @@ def test_readmes_say_what_the_stored_results_say(experiment):
 
 def test_the_docs_say_what_the_claims_came_to():
     assert report.marked(report.PAGE.read_text(encoding="utf-8")) == report.across_sizes(EXPERIMENTS.values())
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS.values(), ids=EXPERIMENTS)
+def test_the_docs_count_what_ran(experiment):
+    ran = [len(store.stored(experiment, size)) if size in experiment.settings else 0 for size in ("9M", "tiny")]
+    cells = " | ".join(f"{count} of {len(experiment.arms)}" if count else "" for count in ran)
+    row = rf"\[{experiment.name}\]\([^)]*\) \|[^|]*\| {re.escape(cells)} *\|"
+    assert re.search(row, report.PAGE.read_text(encoding="utf-8"))
+
+
+def test_the_docs_count_what_held():
+    both = []
+    for experiment in (e for e in EXPERIMENTS.values() if {"9M", "tiny"} <= set(e.settings)):
+        at_9m, tiny = (store.stored(experiment, size) for size in ("9M", "tiny"))
+        for claim in experiment.claims:
+            if {claim.lower, claim.higher} <= set(at_9m) & set(tiny):
+                both.append(
+                    [paired(r[claim.lower].final(HEADLINE), r[claim.higher].final(HEADLINE)) for r in (at_9m, tiny)]
+                )
+    held = [tiny for at_9m, tiny in both if at_9m.verdict == "holds"]
+    again = [test for test in held if test.verdict == "holds"]
+    rest = [test for test in held if test.verdict == "undecided" and test.difference > 0]
+    differ = [tests for tests in both if tests[0].difference * tests[1].difference < 0]
+    page = " ".join(report.PAGE.read_text(encoding="utf-8").split())
+    assert (
+        f"Of {len(both)} claims tested at both, {len(held)} hold at 9M. At the tiny size {len(again)} of those" in page
+    )
+    assert f"the other {len(rest)} have the same sign and are undecided, and none is refuted" in page
+    assert len(again) + len(rest) == len(held)
+    assert f"**The sign differs in {len(differ)}**, all undecided at both sizes" in page
+    assert {test.verdict for tests in differ for test in tests} == {"undecided"}
 
 
 def test_stored_results_belong_to_an_arm_and_name_no_place():
