@@ -152,7 +152,7 @@ def best_rates_table(experiment: Experiment, results: Mapping[str, Lanes]) -> st
         base = found if arm.label == experiment.baseline else base
         cells = [arm.label]
         for i, (rate, loss) in enumerate(found):
-            gap = "–" if base is None or base is found else f"{gap_percent(loss, base[i][1]):+.2f}"
+            gap = "–" if base is None or base is found else f"{100 * (loss / base[i][1] - 1):+.2f}"
             cells += ["", "", ""] if math.isnan(loss) else [f"{rate:.4f}" if i else f"{rate:g}", f"{loss:.4f}", gap]
         rows.append(cells)
     return markdown(["at its best", "rate tried", "loss", "gap, %", "rate, by a parabola", "loss", "gap, %"], rows)
