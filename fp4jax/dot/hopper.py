@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.sharding import NamedSharding
 
 from fp4jax.blocks import explicit_sharding
@@ -215,6 +216,9 @@ def fprop(
     if batch and x.values.ndim == 2:
         raise ValueError("lhs was prepared for products without batch axes, and this one has some; pass the array")
     out = _multiply(call, "fprop", x.values, w.transposed, x.scale, w.scale, call.out_dtype, (parts.m, parts.n))
+    # Where a scan keeps the result for backward, XLA would let the product write it there, and run the product once
+    # more for all who read it now.
+    out = lax.optimization_barrier(out)
     out = split.unflatten(out, parts.mesh, parts.out, len(free), (*free, *rhs_free))
     if call.out_sharding is not None and parts.mesh is not None:
         out = jax.sharding.reshard(out, call.out_sharding)

@@ -53,14 +53,11 @@ class Problem:
 
 def kernel(
     lhs_gmem, rhs_gmem, lhs_scale_gmem, rhs_scale_gmem, out_gmem,
-    lhs_smem, rhs_smem, out_smem, full, empty, ahead, *, problem: Problem,
+    lhs_smem, rhs_smem, out_smem, full, empty, turns, *, problem: Problem,
 ):  # fmt: skip
     """Body of the kernel; copies past the ends of an operand read zeros, those past the ends of the result are lost."""
     p = problem
     warpgroup = lax.axis_index("warpgroup")
-    # Consumer 0 stays a k tile ahead of consumer 1, so that one feeds the tensor cores while the other adds or stores.
-    # With very few k tiles it could get two output tiles ahead, past what the barrier tells apart.
-    staggered = p.k_tiles > p.stages + 1
 
     def tile_loop(body):
         """Runs ``body(batch, m, n, step)`` over this block's output tiles; ``step`` counts k tiles since the start.
@@ -103,41 +100,45 @@ def kernel(
     def consume(batch, m, n, first):
         rows = pl.ds(warpgroup * p.warpgroup_m, p.warpgroup_m)
 
-        def partial_sum(start, count, opens=False):
-            """Σ over ``count`` k tiles in the tensor core's accumulator; ``opens`` an output tile."""
+        def partial_sum(start, count):
+            """Σ over ``count`` k tiles in the tensor core's accumulator.
+
+            Consumer 0 stays one k tile ahead of consumer 1, so that one feeds the tensor cores while the other adds or
+            stores: consumer 1 begins a sum once consumer 0 has issued its second product, and consumer 0 goes on to the
+            next once consumer 1 has. Left to themselves they fall into step wherever both wait for data, and then both
+            leave the tensor cores idle at a time.
+            """
+            pl.when(warpgroup == 1)(lambda: plgpu.barrier_wait(turns.at[0]))
 
             def accumulate(acc):
                 def multiply(i, _):
                     slot = lax.rem(start + i, p.stages)
                     plgpu.barrier_wait(full.at[slot])
                     plgpu.wgmma(acc, lhs_smem.at[slot, rows], rhs_smem.at[slot].T)
+                    pl.when(i == min(1, count - 1))(lambda: plgpu.barrier_arrive(turns.at[warpgroup]))
                     plgpu.wgmma_wait(1)  # the product before this one is done with its tiles
                     pl.when(i > 0)(lambda: plgpu.barrier_arrive(empty.at[lax.rem(start + i - 1, p.stages)]))
-                    if opens and staggered and count > 1:
-                        pl.when((i == 1) & (warpgroup == 0))(lambda: plgpu.barrier_arrive(ahead))
                     return _
 
                 lax.fori_loop(0, count, multiply, None)
                 value = acc[...]
-                if opens and staggered and count == 1:
-                    pl.when(warpgroup == 0)(lambda: plgpu.barrier_arrive(ahead))
                 plgpu.barrier_arrive(empty.at[lax.rem(start + count - 1, p.stages)])
                 return value
 
-            return pl.run_scoped(accumulate, plgpu.ACC((p.warpgroup_m, p.tile_n), jnp.float32))
+            value = pl.run_scoped(accumulate, plgpu.ACC((p.warpgroup_m, p.tile_n), jnp.float32))
+            pl.when(warpgroup == 0)(lambda: plgpu.barrier_wait(turns.at[1]))
+            return value
 
-        if staggered:
-            pl.when(warpgroup == 1)(lambda: plgpu.barrier_wait(ahead))
         full_chunks, rest = divmod(p.k_tiles, p.promote_tiles)
         if full_chunks == 0 or (full_chunks, rest) == (1, 0):
-            total = partial_sum(first, p.k_tiles, opens=True)
+            total = partial_sum(first, p.k_tiles)
         else:
             chunk = p.promote_tiles
             total = lax.fori_loop(
                 1,
                 full_chunks,
                 lambda c, total: total + partial_sum(first + c * chunk, chunk),
-                partial_sum(first, chunk, opens=True),
+                partial_sum(first, chunk),
             )
             if rest:
                 total = total + partial_sum(first + full_chunks * chunk, rest)
@@ -207,7 +208,7 @@ def launch(lhs, rhs, lhs_scale, rhs_scale, *, shape, dtype, problem: Problem, bl
             "out_smem": tiled((CONSUMERS, slots, p.warpgroup_m, p.epilogue_n), dtype),
             "full": plgpu.Barrier(num_arrivals=2, num_barriers=p.stages),
             "empty": empty,
-            "ahead": plgpu.Barrier(),
+            "turns": plgpu.Barrier(num_barriers=CONSUMERS),
         },
         grid=(blocks,),
         grid_names=("block",),

@@ -260,11 +260,12 @@ def _strips(
     m: int, n: int, rows: int, cols: int, width: int, rule: Rule, folded: bool, packed: int, itemsize: int
 ) -> Strips:
     """Scaling runs about IN_FLIGHT bytes ahead, and no less than the programs that may run at a time."""
-    scale_rows, scale_cols = min(rows, SCALE_ROWS), _fit(n, SCALE_COLS)
+    unit = min(n & -n, SCALE_COLS)
+    scale_rows, scale_cols = min(rows, SCALE_ROWS), SCALE_COLS if n >= SCALE_COLS else unit
     programs = rows // scale_rows + n // cols
     lag = max(IN_FLIGHT // (rows * n * itemsize), -(-8 * core_count() // programs), 1)
     lag = min(lag, m // rows)
-    return Strips(m, n, rows, cols, scale_rows, scale_cols, lag, width, rule, folded, packed, interpreting())
+    return Strips(m, n, rows, cols, scale_rows, scale_cols, unit, lag, width, rule, folded, packed, interpreting())
 
 
 # --- scales known beforehand: columns, tensors, and gradients with a scale folded in -----------------------------

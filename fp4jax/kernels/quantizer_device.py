@@ -175,29 +175,34 @@ def _clip(x, lo, hi):
 
 
 class Extremes(NamedTuple):
-    """Of rows: the largest magnitude, as bits; with outliers also the largest value, and the negated smallest."""
+    """The largest magnitudes, as bits; with outliers also the largest values, and the negated smallest.
+
+    Of each place of a tile, until ``of_rows`` has compared the places of a row: threads compare what they hold as it
+    comes, and exchange it once.
+    """
 
     whole: Any
     top: Any = None
     bottom: Any = None
 
     @classmethod
-    def none(cls, rows: int, rule: Rule) -> "Extremes":
-        """Those of no value."""
-        lowest = None if rule.outliers == "none" else jnp.full((rows,), -jnp.inf, jnp.float32)
-        return cls(jnp.zeros((rows,), jnp.int32), lowest, lowest)
+    def of(cls, tile, rule: Rule) -> "Extremes":
+        """Those of one tile."""
+        magnitude = bits_of(tile) & _MAGNITUDE
+        return cls(magnitude) if rule.outliers == "none" else cls(magnitude, tile, -tile)
 
-    def including(self, tile) -> "Extremes":
-        """With those of the rows of another tile."""
-        whole = jnp.maximum(self.whole, jnp.max(bits_of(tile) & _MAGNITUDE, axis=1))
-        if self.top is None:
-            return Extremes(whole)
+    def including(self, tile, rule: Rule) -> "Extremes":
+        """With those of another tile."""
         return Extremes(
-            whole, jnp.maximum(self.top, jnp.max(tile, axis=1)), jnp.maximum(self.bottom, jnp.max(-tile, axis=1))
+            *(one if one is None else jnp.maximum(one, two) for one, two in zip(self, Extremes.of(tile, rule)))
         )
 
+    def of_rows(self) -> "Extremes":
+        """Those of each row."""
+        return Extremes(*(one if one is None else jnp.max(one, axis=1) for one in self))
+
     def amax(self, bounds, rule: Rule):
-        """Bits of amax; with outliers that of the clamped row, but so large that no carried entry saturates."""
+        """Bits of amax of rows; with outliers that of clamped ones, but so large that no carried entry saturates."""
         if bounds is None:
             return self.whole
         amax = jnp.maximum(jnp.abs(_clip(self.top, *bounds)), jnp.abs(_clip(-self.bottom, *bounds)))
@@ -241,14 +246,12 @@ def rows_kernel(*refs, problem: Rows):
         value = as_float32(x_ref[rows, pl.ds(chunk * p.cols, p.cols)])
         return value if fold is None else value * fold
 
-    nothing = Extremes.none(p.rows, p.rule)
-    if p.chunks == 1:
-        whole_row = load(0)
-        found = nothing.including(whole_row)
-    else:
-        whole_row = None
-        found = lax.fori_loop(0, p.chunks, lambda c, best: best.including(load(c)), nothing)
-    scale, reciprocal, finite = p.rule.scales(found.amax(bounds, p.rule))
+    first = load(0)
+    found = Extremes.of(first, p.rule)
+    whole_row = first if p.chunks == 1 else None
+    if p.chunks > 1:
+        found = lax.fori_loop(1, p.chunks, lambda c, best: best.including(load(c), p.rule), found)
+    scale, reciprocal, finite = p.rule.scales(found.of_rows().amax(bounds, p.rule))
     scale_ref[rows] = scale
 
     def write(chunk, value):
@@ -392,7 +395,7 @@ def amax_kernel(*refs, problem: Tiles):
             case None:
                 out_ref[i, j] = jnp.max(bits)
             case 0 if bounds is not None:
-                out_ref[rows, j] = Extremes.none(p.rows, p.rule).including(value).amax(bounds, p.rule)
+                out_ref[rows, j] = Extremes.of(value, p.rule).of_rows().amax(bounds, p.rule)
             case 0:
                 out_ref[rows, j] = jnp.max(bits, axis=1)
             case 1:

@@ -26,6 +26,7 @@ class Strips:
         m, n: of the matrix; whole tiles.
         rows, cols: of a tile; a strip is one row of tiles.
         scale_rows, scale_cols: what a scaling program reads at a time, of its ``scale_rows`` rows.
+        unit: columns of which ``n`` and ``scale_cols`` are multiples.
         lag: strips between those that are scaled and those that are quantized.
         width: columns before padding, by which noise is numbered.
         packed: values that are transposed as one, 1 or 4.
@@ -38,6 +39,7 @@ class Strips:
     cols: int
     scale_rows: int
     scale_cols: int
+    unit: int
     lag: int
     width: int
     rule: Rule
@@ -119,13 +121,19 @@ def strips_kernel(*refs, problem: Strips):
 
     def scale():
         rows = pl.ds(strip * p.rows + part * p.scale_rows, p.scale_rows)
+
+        def chunk(c):
+            # The last one may read again what the one before has read. As a product, the start is known to be aligned.
+            start = jnp.minimum(c * (p.scale_cols // p.unit), (p.n - p.scale_cols) // p.unit) * p.unit
+            return load(rows, pl.ds(start, p.scale_cols))
+
         found = lax.fori_loop(
-            0,
-            p.n // p.scale_cols,
-            lambda c, best: best.including(load(rows, pl.ds(c * p.scale_cols, p.scale_cols))),
-            Extremes.none(p.scale_rows, p.rule),
+            1,
+            -(-p.n // p.scale_cols),
+            lambda c, best: best.including(chunk(c), p.rule),
+            Extremes.of(chunk(0), p.rule),
         )
-        scale, reciprocal, finite = p.rule.scales(found.amax(bounds, p.rule))
+        scale, reciprocal, finite = p.rule.scales(found.of_rows().amax(bounds, p.rule))
         scale_ref[rows] = scale
         reciprocal_ref[rows] = jnp.where(finite, reciprocal, jnp.float32(np.nan))
         if not p.interpreted:

@@ -107,6 +107,25 @@ def test_outliers_are_clamped_and_carried(compensation, dtype, rounding):
     same(got.scale, scales.scale[:, 0])
 
 
+@pytest.mark.parametrize("width", [520, 640, 1032])
+def test_rows_wider_than_a_chunk_that_chunks_do_not_divide(width):
+    """Scaling reads 512 columns at a time; the last ones overlap. The largest value may stand anywhere."""
+    x = jnp.tile(tensor((1, width), jnp.bfloat16), (16, 1)).at[0, 0].set(512.0)
+    places = jnp.linspace(0, width - 1, 15).astype(jnp.int32)
+    x = x.at[jnp.arange(1, 16), places].set(jnp.where(jnp.arange(15) % 2, 1000, -1000).astype(jnp.bfloat16))
+    spec, occ = fp4jax.QuantSpec(fp4jax.E2M1), fp4jax.OCC(0.99)
+    want = fp4jax.quantize(x, spec, axis=-1)
+    bounds = thresholds(x, occ, (-1,))
+    values, scales, _ = quantize_activation(x, spec, (-1,), occ, None)
+    with kernels.interpret():
+        got = quantize_rows(x, spec, transpose=True, config=QuantizerConfig(8, 8))
+        clamped = quantize_rows(x, spec, thresholds=bounds, occ=occ, transpose=True)
+    same(got.values, held(want, fp4jax.E2M1))
+    same(got.scale, want.scale[:, 0])
+    same(clamped.values, values.astype(jnp.float8_e4m3fn))
+    same(clamped.scale, scales.scale[:, 0])
+
+
 KEY = jax.random.key(3)
 
 
@@ -171,7 +190,7 @@ def test_the_assembly_draws_what_jax_random_draws():
 @pytest.mark.parametrize("lag", [1, 2, 5])
 def test_strips_are_each_scaled_and_quantized_once(lag):
     rule = quantizer_device.Rule(fp4jax.E2M1, "nearest_even", "absmax", "none", cast=False)
-    problem = Strips(40, 96, 8, 32, 4, 32, lag, 96, rule, folded=False, packed=1, interpreted=True)
+    problem = Strips(40, 96, 8, 32, 4, 32, 32, lag, 96, rule, folded=False, packed=1, interpreted=True)
     scales, strip, part = (np.asarray(v) for v in jax.vmap(lambda t: _task(t, problem))(jnp.arange(problem.programs)))
     tasks = list(zip(scales.tolist(), strip.tolist(), part.tolist(), strict=True))
     want = [(True, s, p) for s in range(5) for p in range(2)] + [(False, s, p) for s in range(5) for p in range(3)]
