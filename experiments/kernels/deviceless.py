@@ -5,8 +5,8 @@
 
 XLA compiles the whole step for an H200 that is only described, assigns its buffers and fuses its operations. Counted
 are the bytes that each kernel reads and writes, once for every time that it runs, by parts of the step, and the memory
-that the program takes. Nothing is timed. The FP8 products and cuDNN's attention cannot be compiled without a device:
-kernels with the same operands and results stand for them, so attention's workspace is missing.
+that the program takes. Nothing is timed. cuDNN's attention cannot be compiled without a device: a kernel with the same
+operands and results stands for it, so its workspace is missing.
 """
 
 import argparse
@@ -58,7 +58,7 @@ _FREE = {"parameter", "constant", "bitcast", "tuple", "get-tuple-element", "afte
 _WIDTHS = {"pred": 1, "bf16": 2, "f8e4m3fn": 1, "f8e5m2": 1}
 
 
-# --- what stands for kernels that only a device can compile --------------------------------------------------------
+# --- what stands for attention, which only a device can compile ---------------------------------------------------
 
 
 def _placeholder(name: str, outs, *operands):
@@ -67,12 +67,6 @@ def _placeholder(name: str, outs, *operands):
             ref[(0,) * len(ref.shape)] = jnp.zeros((), ref.dtype)
 
     return triton_call(kernel, outs, *operands, name=name, grid=(1,))
-
-
-def _product(lhs, rhs, lhs_scale, rhs_scale, *, out_dtype, **_):
-    scales = [jnp.broadcast_to(s, x.shape[:-1]) for s, x in ((lhs_scale, lhs), (rhs_scale, rhs))]
-    shape = (*lhs.shape[:-1], rhs.shape[-2])
-    return _placeholder("fp4jax_matmul", jax.ShapeDtypeStruct(shape, out_dtype), lhs, rhs, *scales)
 
 
 @jax.custom_vjp
@@ -124,7 +118,7 @@ def compiled(recipe: str, args: argparse.Namespace, scan_layers: bool) -> jax.st
     state = jax.eval_shape(make_init(architecture, optimizer), 0)
     batch = jax.ShapeDtypeStruct((args.batch_size, args.seq_len + 1), jnp.int32)
     put = functools.partial(jax.tree.map, lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding))
-    kernels.scaled_matmul, jax.nn.dot_product_attention = _product, lambda q, k, v, **_: _attention(q, k, v)
+    jax.nn.dot_product_attention = lambda q, k, v, **_: _attention(q, k, v)
     with kernels.lowering_for():
         traced = jax.jit(step, donate_argnums=0).trace(put(state), put(batch))
         return traced.lower(lowering_platforms=("cuda",)).compile()

@@ -1,7 +1,7 @@
-"""Exact order statistics of a whole BF16 or FP16 tensor on one GPU, in one or two readings of it.
+"""Exact order statistics of a whole BF16 or FP16 tensor on one GPU, mostly in one or two readings of it.
 
 A sorted sample of 2¹⁸ values brackets each rank to a few of the 2¹⁶ possible values. One reading counts the values
-below the bracket and at six places inside; it decides the rank, or leaves a bracket six times narrower for a second
+below the bracket and at six places inside; it decides the rank, or leaves a bracket six times narrower for another
 reading. Whatever the sample says, the answer is that of counting: a rank outside its bracket is bisected.
 """
 
@@ -19,6 +19,7 @@ from fp4jax.kernels.device import triton_call
 from fp4jax.kernels.quantile_device import (
     BINS,
     CHUNK,
+    CHUNKS,
     HIGHEST,
     INNER,
     LOWEST,
@@ -31,7 +32,6 @@ from fp4jax.typing import Array, AxisName
 
 DTYPES = (np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16), np.dtype(np.float32))
 SAMPLES = 2**18
-READINGS = 2
 _SIGMAS = 4  # half width of a bracket, in standard deviations of the rank of a sampled value
 
 
@@ -71,7 +71,7 @@ def order_statistics(x: Array, ranks: tuple[int, int], *, names: tuple[AxisName,
         last = lax.bitcast_convert_type(jnp.int16(HIGHEST), x.dtype)
         flat = jnp.concatenate([flat, jnp.broadcast_to(last, (-n % CHUNK,))])
     wanted = jnp.asarray(ranks, jnp.int32)
-    for reading in range(READINGS):
+    for reading in range(_readings(ranks, n, jnp.finfo(x.dtype).nmant)):
         low, high = _narrow(flat, low, high, wanted, reading == 0)
     keys = triton_call(
         functools.partial(finish_kernel, chunks=flat.size // CHUNK),
@@ -101,10 +101,23 @@ def _brackets(flat: Array, ranks: tuple[int, int]) -> tuple[Array, Array]:
     return keys[:, 0], keys[:, 1]
 
 
+def _readings(ranks: tuple[int, int], n: int, mantissa_bits: int) -> int:
+    """How many readings decide the ranks of a tensor whose tail beyond them falls no slower than 1/x.
+
+    There a bracket that spans a share δ of its tail spans 2^mantissa_bits · log2(1 + δ) keys, and each reading leaves
+    a sixth of them. The later ones end at once where a lighter tail has been decided.
+    """
+    if n <= SAMPLES:
+        return 2
+    tail = min(min(rank + 1, n - rank) for rank in ranks) / n
+    spread = 2 * _SIGMAS * math.sqrt((1 - tail) / (tail * SAMPLES))
+    return max(2, math.ceil(math.log(2**mantissa_bits * math.log2(1 + spread), INNER)))
+
+
 def _narrow(flat: Array, low: Array, high: Array, ranks: Array, first: bool) -> tuple[Array, Array]:
     """One reading: the brackets that are left. The first checks what the sample says, even of a bracket of one key."""
     total = flat.size // CHUNK
-    chunks = math.gcd(total, 4)
+    chunks = math.gcd(total, CHUNKS)
     counts = triton_call(
         functools.partial(count_kernel, chunks=chunks, always=first),
         jax.ShapeDtypeStruct((total // chunks, 2, BINS), jnp.int32),

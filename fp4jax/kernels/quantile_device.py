@@ -1,7 +1,8 @@
 """Device side of the exact quantile (Pallas on Triton): counts of 16-bit keys around two brackets, eight bins each.
 
 Triton has no counters in shared memory. A thread keeps the eight counts of a bracket as the eight nibbles of one
-int32, one for every place of its tile, and unpacks them after eight steps, before a nibble can overflow.
+int32, one for every place of its tile, and adds them to bytes after eight steps, before a nibble can overflow. Threads
+exchange counts once, two in a word.
 """
 
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ INNER = BINS - 2
 STEPS = 8
 TILE = 1024
 CHUNK = STEPS * TILE
+CHUNKS = 4  # a program; a count of theirs fits 16 bits, and one of a place a byte
 LOWEST, HIGHEST = -(2**15), 2**15 - 1
 
 
@@ -50,16 +52,19 @@ def count_kernel(x_ref, low_ref, high_ref, counts_ref, *, chunks: int, always: b
                 place = jnp.minimum(jnp.maximum((keys - origin) >> shift, 0), BINS - 1)
                 packed[i] = packed[i] + (jnp.int32(1) << (place << 2))
         return tuple(
-            totals[i * BINS + j] + jnp.sum((packed[i] >> (4 * j)) & 15, dtype=jnp.int32)
-            for i in range(2)
-            for j in range(BINS)
+            total + (word & 0x0F0F0F0F)
+            for total, word in zip(totals, (w for p in packed for w in (p, p >> 4)), strict=True)
         )
 
     reads = chunks if always else open_.astype(jnp.int32) * chunks
-    totals = lax.fori_loop(0, reads, chunk, (jnp.int32(0),) * (2 * BINS))
-    for i in range(2):
-        for j in range(BINS):
-            counts_ref[program, i, j] = totals[i * BINS + j]
+    # Of each bracket the even nibbles, then the odd ones.
+    totals = lax.fori_loop(0, reads, chunk, (jnp.zeros((TILE,), jnp.int32),) * 4)
+    for word, total in enumerate(totals):
+        for byte in range(2):
+            two = jnp.sum((total >> (8 * byte)) & 0x00FF00FF, dtype=jnp.int32)
+            first = word % 2 + 2 * byte
+            counts_ref[program, word // 2, first] = two & 0xFFFF
+            counts_ref[program, word // 2, first + 4] = (two >> 16) & 0xFFFF
 
 
 def finish_kernel(x_ref, low_ref, high_ref, rank_ref, key_ref, *, chunks: int):
