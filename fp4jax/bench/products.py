@@ -6,11 +6,13 @@ import functools
 import itertools
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from fp4jax.bench.baselines import fp8_operand, xla_bfloat16, xla_fp8, xla_fp8_vectors
 from fp4jax.bench.config import BenchConfig
@@ -125,37 +127,58 @@ def _rows(config: BenchConfig, shape: Shape) -> Iterator[Row]:
 
 def candidates(dtype: str) -> list[tuple[GemmConfig, int | None]]:
     """The configurations that tuning tries, promoted and not."""
-    epilogue = 32 if dtype == "float32" else 64
-    found: list[tuple[GemmConfig, int | None]] = [
-        (GemmConfig(tile_n, 4, group, minor, epilogue, cluster), gemm.PROMOTE)
-        for tile_n, groups in ((192, (4, 8)), (128, (8,)))
-        for cluster in ("", "m", "n")
-        for group in groups
-        for minor in ("m", "n")
-    ]
-    found += [(GemmConfig(256, 4, 8, "m", epilogue, cluster), None) for cluster in ("", "m", "n")]
-    return found
+    wide = 32 if dtype == "float32" else 64
+    found: list[tuple[GemmConfig, int | None]] = []
+    for tile_n in (192, 176, 160, 128):
+        epilogue_n = next(size for size in (wide, 32, 16) if tile_n % size == 0)
+        stages = 4 if tile_n > 160 else 5
+        for cluster in ("", "m", "n"):
+            found.append((GemmConfig(tile_n, stages, 8, "m", epilogue_n, cluster), gemm.PROMOTE))
+    return found + [(GemmConfig(256, 4, 8, "m", wide, cluster), None) for cluster in ("", "m", "n")]
 
 
 def tune(config: BenchConfig, peaks: Peaks) -> Iterator[Result]:
-    """Every candidate at every shape; the fastest go to a file beside ``--out``, as ``fp4jax.kernels`` reads them."""
-    entries = []
+    """Every candidate at every shape; what they take a wave goes to a file beside ``--out``, for ``fp4jax.kernels``."""
+    measured: dict[tuple[str, int | None, GemmConfig], dict[tuple[int, int, int], float]] = {}
     for name, (m, n, k, dtype) in shapes(dataclasses.replace(config, product_tokens=(config.tokens,))).items():
         lhs, rhs, ones = fp8_operand((m, k)), fp8_operand((n, k), seed=1), (jnp.ones(m), jnp.ones(n))
-        rows, best = [], {}
+        rows = []
         for candidate, promote in candidates(dtype):
             product = functools.partial(scaled_matmul, out_dtype=jnp.dtype(dtype), promote=promote, config=candidate)
             time = seconds(product, lhs, rhs, *ones, iterations=config.iterations)
             rows.append(Row(f"promote {promote}, {describe(candidate)}", time))
-            if promote not in best or time < best[promote]["microseconds"] * 1e-6:
-                best[promote] = {
-                    "m": m, "n": n, "k": k, "out_dtype": dtype, "promote": promote or 0,
-                    "microseconds": round(1e6 * time, 1), "config": vars(candidate),
-                }  # fmt: skip
-        entries += best.values()
+            measured.setdefault((dtype, promote, candidate), {})[m, n, k] = time
         yield Result(f"{name}: [{m}, {k}] · [{k}, {n}], {dtype} out", tuple(rows), 2.0 * m * n * k, "FLOP", peaks.fp8)
     if config.out is not None:
+        entries = [tuned_entry(*key, times) for key, times in measured.items()]
         write_tuned(config.out.with_suffix(".tuned.json"), entries)
+
+
+def tuned_entry(
+    dtype: str, promote: int | None, config: GemmConfig, times: Mapping[tuple[int, int, int], float]
+) -> dict[str, Any]:
+    """What a configuration takes a wave, by least squares of relative errors: see ``fp4jax.kernels.gemm.tuned``.
+
+    Args:
+        dtype: of the result.
+        promote: how many k a partial sum spans.
+        config: the configuration.
+        times: seconds by (m, n, k). Where all have one k, nothing is set apart for the wave.
+    """
+    micro = np.array([1e6 * t for t in times.values()])
+    waves = np.array([gemm.waves(m, n, config) for m, n, _ in times], float)
+    k_tiles = np.array([-(-k // gemm.TILE_K) for _, _, k in times])
+    columns = np.stack([waves * k_tiles, waves], axis=1) / micro[:, None]
+    per_k_tile, per_wave = np.linalg.lstsq(columns[:, :1], np.ones(len(micro)))[0][0], 0.0
+    if len(set(k_tiles.tolist())) > 1:
+        both = np.linalg.lstsq(columns, np.ones(len(micro)))[0]
+        if both.min() >= 0:
+            per_k_tile, per_wave = both
+    return {
+        "out_dtype": dtype, "promote": promote or 0, "config": vars(config),
+        "per_k_tile": round(float(per_k_tile), 5), "per_wave": round(float(per_wave), 4),
+        "measured": [[m, n, k, round(float(t), 1)] for (m, n, k), t in zip(times, micro, strict=True)],
+    }  # fmt: skip
 
 
 def describe(config: GemmConfig) -> str:

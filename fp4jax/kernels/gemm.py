@@ -113,7 +113,7 @@ def scaled_matmul(
         return jnp.zeros((*batch, m, n), out_dtype)
     asked = config
     if config is None:
-        config = tuned(m, n, k, out_dtype, promote)
+        config = tuned(m, n, k, out_dtype, promote, math.prod(batch))
     if promote is not None and config.tile_n > 192 and promote < k:
         raise ValueError(
             f"config.tile_n={config.tile_n} leaves no registers for promotion; use tile_n of at most 192, or "
@@ -220,20 +220,28 @@ def _table(kind: str) -> tuple[Mapping, ...]:
     return tuple(json.loads(path.read_text())["gemm"]) if path.exists() else ()
 
 
-def tuned(m: int, n: int, k: int, out_dtype, promote: int | None) -> GemmConfig:
-    """The configuration measured fastest at the nearest shape (of the same output dtype and promotion) on this device.
+def waves(m: int, n: int, config: GemmConfig, batch: int = 1) -> int:
+    """How many output tiles, one after the other, the busiest multiprocessor computes."""
+    m_tiles, n_tiles = -(-m // TILE_M), -(-n // config.tile_n)
+    if not config.cluster:
+        return -(-batch * m_tiles * n_tiles // core_count())
+    clusters = -(-m_tiles // 2) * n_tiles if config.cluster == "m" else m_tiles * -(-n_tiles // 2)
+    return -(-batch * clusters // (core_count() // 2))
 
-    Falls back on the defaults of ``GemmConfig``, with a narrower tile for a narrow result, where nothing was measured.
+
+def tuned(m: int, n: int, k: int, out_dtype, promote: int | None, batch: int = 1) -> GemmConfig:
+    """The configuration expected to be fastest, of those measured on this device for that dtype and promotion.
+
+    A wave of tiles takes ``per_k_tile`` microseconds for every 128 of k, and ``per_wave`` besides: two numbers a
+    configuration, fitted to times that ``fp4jax bench --tables tune`` took at several shapes. Where nothing was
+    measured, the defaults of ``GemmConfig``; for a narrow result, a narrow tile.
     """
-    entries = [
-        e
-        for e in _table(device_kind())
-        if e["out_dtype"] == str(np.dtype(out_dtype)) and e["promote"] == (promote or 0)
+    if n <= 64:
+        return GemmConfig(tile_n=64)
+    found = [
+        (waves(m, n, config, batch) * (-(-k // TILE_K) * entry["per_k_tile"] + entry["per_wave"]), position, config)
+        for position, entry in enumerate(_table(device_kind()))
+        if entry["out_dtype"] == str(np.dtype(out_dtype)) and entry["promote"] == (promote or 0)
+        for config in [GemmConfig(**entry["config"])]
     ]
-
-    def distance(entry: Mapping) -> float:
-        return sum(abs(math.log(entry[name] / size)) for name, size in (("m", m), ("n", n), ("k", k)))
-
-    if n > 64 and entries:
-        return GemmConfig(**min(entries, key=distance)["config"])
-    return GemmConfig(tile_n=64) if n <= 64 else GemmConfig()
+    return min(found)[2] if found else GemmConfig()

@@ -143,17 +143,49 @@ def test_tuning_tries_only_what_fits(dtype):
         assert promote is None or config.tile_n <= 192
 
 
-def test_tuned_files_are_read_back(tmp_path, monkeypatch):
-    entry = {"m": 64, "n": 128, "k": 256, "out_dtype": "bfloat16", "promote": 256, "microseconds": 1.0,
-             "config": vars(GemmConfig(tile_n=96, epilogue_n=48, cluster="m"))}  # fmt: skip
-    products.write_tuned(tmp_path / "card.json", [entry])
+@pytest.fixture
+def card(tmp_path, monkeypatch):
+    """A device of 132 multiprocessors whose tuned file is tmp_path/card.json."""
     monkeypatch.setattr(gemm, "TUNED", tmp_path)
     monkeypatch.setattr(gemm, "device_kind", lambda: "card")
+    monkeypatch.setattr(gemm, "core_count", lambda: 132)
     gemm._table.cache_clear()
-    try:
-        assert gemm.tuned(64, 128, 256, "bfloat16", 256) == GemmConfig(tile_n=96, epilogue_n=48, cluster="m")
-    finally:
-        gemm._table.cache_clear()
+    yield tmp_path / "card.json"
+    gemm._table.cache_clear()
+
+
+def test_a_wave_is_a_tile_on_every_multiprocessor(card):
+    assert gemm.waves(128 * 132, 192, GemmConfig(192)) == 1
+    assert gemm.waves(128 * 132, 193, GemmConfig(192)) == 2
+    assert gemm.waves(128 * 12, 192 * 11 + 1, GemmConfig(192, cluster="m")) == 2  # 6 · 12 pairs on 66
+    assert gemm.waves(1, 1, GemmConfig(192, cluster="n"), batch=66) == 1
+    assert gemm.waves(1, 1, GemmConfig(192, cluster="n"), batch=67) == 2
+
+
+def test_tuning_tells_what_a_wave_takes_and_the_product_takes_the_fewest_seconds(card):
+    wide, narrow = GemmConfig(192), GemmConfig(128)
+
+    def times(config, per_k_tile, per_wave):
+        shapes = [(2048, 2048, 2048), (16384, 5504, 2048), (16384, 4096, 11008)]
+        return {s: 1e-6 * gemm.waves(*s[:2], config) * (s[2] / 128 * per_k_tile + per_wave) for s in shapes}
+
+    entries = [
+        products.tuned_entry("float32", 256, wide, times(wide, 0.5, 0.8)),
+        products.tuned_entry("float32", 256, narrow, times(narrow, 0.4, 0.6)),
+    ]
+    assert [(e["per_k_tile"], e["per_wave"]) for e in entries] == [(0.5, 0.8), (0.4, 0.6)]
+    assert entries[0]["measured"][0] == [2048, 2048, 2048, 17.6]
+    products.write_tuned(card, entries)
+    assert gemm.tuned(2048, 2048, 16384, "float32", 256) == narrow  # two waves of either
+    assert gemm.tuned(2048, 5504, 16384, "float32", 256) == wide  # four against six
+    assert gemm.tuned(2048, 2048, 16384, "float32", 256, batch=3) == wide  # four against six
+    assert gemm.tuned(2048, 2048, 16384, "bfloat16", 256) == GemmConfig()  # not measured
+    assert gemm.tuned(2048, 64, 16384, "float32", 256) == GemmConfig(tile_n=64)
+
+
+def test_of_one_length_of_sums_nothing_is_set_apart_for_a_wave(card):
+    entry = products.tuned_entry("float32", None, GemmConfig(256), {(1, 1, 256): 4e-6, (16896, 256, 256): 4e-6})
+    assert (entry["per_k_tile"], entry["per_wave"], entry["promote"]) == (2.0, 0.0, 0)
 
 
 def test_step_operations_count_what_is_multiplied():
