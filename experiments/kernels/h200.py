@@ -283,6 +283,21 @@ def quantizers(report: Report) -> None:
         quantizer.IN_FLIGHT = megabytes * 2**20
         report.time(f"rows and transpose, {megabytes} MB ahead", lambda x: quantize_rows(x, E2M1, transpose=True), x)
     quantizer.IN_FLIGHT = default
+    _scaling(report, (x, normal((m, MODELS["7b"].mlp_dim if m > 1000 else n + 8))))
+
+
+def _scaling(report: Report, matrices: Sequence[jax.Array]) -> None:
+    """What a program that scales rows reads at a time; of wide rows few programs run ahead."""
+    default = quantizer.SCALE_ROWS, quantizer.SCALE_COLS
+    for sizes in (default, (4, 1024), (2, 2048), (1, 2048)):
+        quantizer.SCALE_ROWS, quantizer.SCALE_COLS = sizes
+        for x in matrices:
+            lo, hi = (t.reshape(()) for t in jax.jit(lambda x: thresholds(x, OCC, (-1,)))(x))
+            carried = functools.partial(quantize_rows, spec=E2M1, thresholds=(lo, hi), occ=OCC, transpose=True)
+            name = f"{list(x.shape)}, scaling {sizes[0]} × {sizes[1]}"
+            report.time(f"rows and transpose, {name}", functools.partial(quantize_rows, spec=E2M1, transpose=True), x)
+            report.time(f"rows, outliers and transpose, {name}", carried, x)
+    quantizer.SCALE_ROWS, quantizer.SCALE_COLS = default
 
 
 # --- products ----------------------------------------------------------------------------------------------------

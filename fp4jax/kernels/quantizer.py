@@ -219,8 +219,10 @@ def quantize_rows(
         wanted = Wanted(0, fold, None if fold is None else 0, transposed=transpose, key=key, names=names)
         bounds = None if thresholds is None or occ is None else jnp.stack([t.reshape(()) for t in thresholds])
         return _tiles(x, spec, (wanted,), rule, bounds, config)[0]
-    if config is None:
-        config = QuantizerConfig(64, 128, 4) if transpose else QuantizerConfig(1, 4096, 2)
+    if config is None and not transpose:
+        config = QuantizerConfig(1, 4096, 2)
+    elif config is None:  # drawing noise takes the arithmetic of more threads
+        config = QuantizerConfig(128, 128, 8, packed=4) if spec.rounding == STOCHASTIC else QuantizerConfig(64, 128, 4)
     rows, cols = _fit(m, config.rows), _fit(n, config.cols)
     padded = _padded(x, rows, cols)
     height, width = padded.shape
