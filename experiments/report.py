@@ -10,8 +10,8 @@ import numpy as np
 from experiments import figures, store
 from experiments.base import HEADLINE, ROOT, SIZES
 from experiments.catalog import EXPERIMENTS
-from experiments.experiment import Experiment
-from experiments.statistics import gap_percent, rank_correlation
+from experiments.experiment import Experiment, Piece
+from experiments.statistics import LEVEL, Paired, gap_percent, holm, paired, rank_correlation
 from experiments.store import Lanes
 from experiments.tables import (
     best_rates_table,
@@ -96,8 +96,8 @@ def section(experiment: Experiment, size: str, results: Mapping[str, Lanes]) -> 
 
 
 def across_sizes(experiments: Collection[Experiment], root: Path = ROOT) -> str:
-    """All claims at all sizes, and how alike the gaps rank."""
-    made = [claims_by_size(experiments, root), agreement(experiments, root)]
+    """All claims at all sizes, what a correction for their number leaves, and how alike the gaps rank."""
+    made = [claims_by_size(experiments, root), tally(experiments, root), agreement(experiments, root)]
     return "\n\n".join(part for part in made if part)
 
 
@@ -113,6 +113,32 @@ def claims_by_size(experiments: Iterable[Experiment], root: Path = ROOT) -> str:
         ]
     header = ["question", "claim", *sizes]
     return markdown(header, [[name, text, *(cells.get(size, "") for size in sizes)] for name, text, cells in rows])
+
+
+def tally(experiments: Iterable[Experiment], root: Path = ROOT) -> str:
+    """How many claims have been tested and hold, and which still do after Holm's correction, a line a size."""
+    tests: dict[str, dict[tuple[str, str], tuple[str, Paired]]] = {}
+    for experiment in experiments:
+        arms = {arm.label: arm for arm in experiment.arms}
+        for size in experiment.settings:
+            results = store.stored(experiment, size, root)
+            for claim in (claim for claim in experiment.claims if {claim.lower, claim.higher} <= set(results)):
+                lower, higher = (Piece(experiment, arms[label], size).key for label in (claim.lower, claim.higher))
+                test = paired(results[claim.lower].final(HEADLINE), results[claim.higher].final(HEADLINE))
+                if np.isfinite(test.t_p):
+                    tests.setdefault(size, {}).setdefault((lower, higher), (claim.text, test))
+    lines = []
+    for size, found in tests.items():
+        texts, results = zip(*found.values(), strict=True)
+        verdicts = [test.verdict for test in results]
+        kept = holm(np.array([test.t_p for test in results]))
+        left = "; ".join(text for text, keep in zip(texts, kept, strict=True) if keep)
+        lines.append(
+            f"Different claims tested at {size}: {len(verdicts)}. At p < {LEVEL} {verdicts.count('holds')} hold and "
+            f"{verdicts.count('refuted')} are refuted; after Holm's correction for their number {kept.sum()}"
+            f"{' (' + left + ')' if left else ''}."
+        )
+    return "\n\n".join(lines)
 
 
 def agreement(experiments: Iterable[Experiment], root: Path = ROOT) -> str:

@@ -47,6 +47,22 @@ def rank_correlation(first: np.ndarray, second: np.ndarray) -> float:
     return float(stats.spearmanr(first, second).statistic) if len(first) > 2 else math.nan
 
 
+def holm(p: np.ndarray) -> np.ndarray:
+    """Which of several tests stay below `LEVEL` after Holm's correction for their number, [n].
+
+    Example:
+        >>> holm(np.array([0.04, 0.001, 0.02])).tolist()
+        [True, True, True]
+        >>> holm(np.array([0.04, 0.001, 0.03])).tolist()
+        [False, True, False]
+    """
+    order = np.argsort(p)
+    below = np.asarray(p)[order] < LEVEL / np.arange(len(p), 0, -1)
+    kept = np.zeros(len(p), bool)
+    kept[order] = np.logical_and.accumulate(below)
+    return kept
+
+
 def vertex(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
     """Where the parabola through the lowest point and its two neighbors is lowest, and its value there.
 

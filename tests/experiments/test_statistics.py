@@ -11,7 +11,7 @@ from experiments import report, store
 from experiments.__main__ import pieces_of
 from experiments.base import HEADLINE, ROOT, SIZES
 from experiments.catalog import EXPERIMENTS
-from experiments.statistics import Spread, gap_percent, paired, rank_correlation, vertex
+from experiments.statistics import Spread, gap_percent, holm, paired, rank_correlation, vertex
 from experiments.tables import best_rates_table
 
 
@@ -73,6 +73,26 @@ def test_the_page_and_the_readme_state_the_correlation_that_is_computed():
     arms, value = re.search(r"the (\d+) arms .* rank correlation 0(\.\d\d);", line).groups()  # pyright: ignore
     readme = " ".join((ROOT.parent / "README.md").read_text(encoding="utf-8").split())
     assert f"the gaps of the {arms} arms that ran at both sizes rank much as at 9M ({value})" in readme
+
+
+def test_the_page_and_the_readme_state_what_a_correction_leaves():
+    at_9m, tiny = report.tally(EXPERIMENTS.values()).split("\n\n")
+    count, hold, left = re.search(r"9M: (\d+)\. .* (\d+) hold .* number (\d+)", at_9m).groups()  # pyright: ignore
+    page, readme = (
+        " ".join(path.read_text(encoding="utf-8").split()) for path in (report.PAGE, ROOT.parent / "README.md")
+    )
+    assert f"{count} claims were tested at 9M without a correction for their number, and {hold} hold." in page
+    assert f"Holm's correction leaves {left}," in page
+    assert tiny.endswith("number 0.")
+    assert "at the tiny size it leaves none" in page
+    assert f"of {count} claims tested {hold} hold at p < .05, {left} after Holm's correction" in readme
+
+
+def test_holms_correction_stops_at_the_first_that_fails():
+    p = np.array([0.3, 0.0124, 0.02, 0.001, 0.017])
+    expected = [p[i] for i in np.argsort(p)]
+    assert [value < 0.05 / (5 - rank) for rank, value in enumerate(expected)] == [True, True, False, True, False]
+    assert holm(p).tolist() == [False, True, False, True, False]
 
 
 @pytest.mark.parametrize(
