@@ -119,7 +119,7 @@ def _main(experiment: Experiment, results: Results, units: Units) -> Any:
             x = units.trained(lanes, lanes.validation_steps)
             _band(gap, x, gaps, colors[label], marker="o", markersize=5)
     gap.axhline(0, color="black", linewidth=1.5)
-    _tidy(loss, units.label, f"training loss (nats per {units.token})")
+    _tidy(loss, units.label, f"training loss (nats per {units.token})", "bands: ± one standard deviation over seeds")
     _tidy(gap, units.label, f"gap to {experiment.baseline} (%)", f"validation: {named}")
     handles, labels = loss.get_legend_handles_labels()
     loss.legend(handles, labels, frameon=False, fontsize=11, ncols=2)
@@ -174,7 +174,7 @@ def _rates(experiment: Experiment, results: Results, units: Units) -> Any:
         base = by_rate.get(experiment.baseline, {})
         if experiment.baseline != label:
             gaps[label] = {r: gap_percent(losses[r], base[r]).mean() for r in losses if r in base}
-    figure = _new(11 if gaps else 6.5, 4.4)
+    figure = _new(11 if gaps else 7.5, 4.4)
     axes = figure.subplots(1, 2 if gaps else 1, squeeze=False)[0]
     for label, losses in by_rate.items():
         means = [values.mean() for values in losses.values()]
@@ -221,8 +221,8 @@ def _weights(experiment: Experiment, results: Results, units: Units) -> Any:
     _tidy(clipped, units.label, "steps with a clipped\ngradient (%)")
     _tidy(flips, units.label, "weights whose E2M1 code\nchanges in one step (%)")
     _tidy(histogram, "position of a weight in its E2M1 interval, at the end", "density")
-    note = {"ha": "center", "fontsize": 11, "transform": histogram.transAxes}
-    histogram.text(0.5, 0.02, "E2M1 with a scale a channel, for every arm", **note)
+    norm.set_title("bands: ± one standard deviation over seeds", fontsize=13, loc="left")
+    histogram.set_title("E2M1 with a scale a channel, for every arm", fontsize=13, loc="left")
     norm.legend(frameon=False, fontsize=10, ncols=2)
     return figure
 
@@ -242,7 +242,8 @@ def _activations(experiment: Experiment, results: Results, units: Units) -> Any:
             _band(snr, x, values.mean(axis=2).T, color, marker="o", linewidth=width, linestyle=style)
     snr.plot([], [], "k:", label="E2M1 by token")
     snr.plot([], [], "k-", label="E2M1 by token, OCC α = .99")
-    _tidy(peaks, units.label, "largest |x| over rms, mean of layers", f"{experiment.baseline} arm")
+    title = f"{experiment.baseline} arm; bands: ± one standard deviation over seeds"
+    _tidy(peaks, units.label, "largest |x| over rms, mean of layers", title)
     _tidy(snr, units.label, "SNR of the activation (dB)")
     peaks.legend(frameon=False, fontsize=11)
     snr.legend(frameon=False, fontsize=11)
