@@ -20,7 +20,8 @@ EXPERIMENT = Experiment(
     name="backward",
     question="In which format do gradients enter the backward products without loss, and with how many scales?",
     expected="No difference between high precision, E5M2 and E4M3, tensor or vector, at this length.",
-    cost="4 runs of 3 seeds side by side on one H200, half a minute each; fp4 is that of precision",
+    cost="4 runs of 3 seeds side by side on one H200, 35 to 80 s each, and 20 s to compile, beside others on "
+    "the card; fp4 is that of precision",
     arms=(
         ArmSpec("bf16", "bf16"),
         ArmSpec("dY in BF16", "fp4:gradient=none"),

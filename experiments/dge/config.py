@@ -7,7 +7,8 @@ EXPERIMENT = Experiment(
     question="Is DGE a gain, nothing or a harm for 4-bit weights, by k and by clip, and why?",
     expected="A small gain over STE that does not depend on k, much of it from the shorter gradients that clipping "
     "lets pass; the paper finds .07 nats, a later report a harm.",
-    cost="8 runs of 3 seeds side by side on one H200, half a minute each; bf16 is that of precision",
+    cost="8 runs of 3 seeds side by side on one H200, 10 to 45 s each, and 15 to 35 s to compile, beside "
+    "others on the card; bf16 is that of precision",
     arms=(
         ArmSpec("bf16", "bf16", paper=2.74),
         ArmSpec("STE", "w4a8:k=none", paper=2.83),

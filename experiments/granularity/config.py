@@ -6,7 +6,8 @@ EXPERIMENT = Experiment(
     name="granularity",
     question="Which granularity do weights and activations need: a scale a tensor, a vector, or a block of 32 or 16?",
     expected="The activation's matters most, as in the paper; blocks beat vectors a little.",
-    cost="4 runs of 3 seeds side by side on one H200, half a minute each; the others are those of precision",
+    cost="4 runs of 3 seeds side by side on one H200, 40 to 90 s each, and 15 to 80 s to compile, beside "
+    "others on the card; the others are those of precision",
     arms=(
         ArmSpec("bf16", "bf16", paper=2.74),
         ArmSpec("W tensor, A tensor", "fp4_direct", paper=4.55),

@@ -7,7 +7,8 @@ EXPERIMENT = Experiment(
     question="What do clamping and compensating outliers gain 4-bit activations, by quantile, scope and compensation?",
     expected="Every form with compensation improves on none, the lower α the more; clamping alone is worse than both; "
     "a sampled quantile is as good as an exact one. No divergence at this size.",
-    cost="9 runs of 3 seeds side by side on one H200, half a minute each; bf16 is that of precision",
+    cost="9 runs of 3 seeds side by side on one H200, 10 to 70 s each, and 15 to 60 s to compile, beside "
+    "others on the card; bf16 is that of precision",
     arms=(
         ArmSpec("bf16", "bf16", paper=2.74),
         ArmSpec("no OCC", "w8a4:alpha=none", paper=float("nan")),

@@ -6,7 +6,8 @@ EXPERIMENT = Experiment(
     name="optimizer",
     question="Does the low-precision optimizer (FP8 gradients and first moment, FP16 second moment) cost loss?",
     expected="No difference beyond the spread of seeds.",
-    cost="1 run of 3 seeds side by side on one H200, half a minute; the others are those of precision",
+    cost="1 run of 3 seeds side by side on one H200, 70 s, and 60 s to compile, beside others on the "
+    "card; the others are those of precision",
     arms=(
         ArmSpec("bf16", "bf16"),
         ArmSpec("fp4", "fp4"),

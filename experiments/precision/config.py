@@ -7,7 +7,8 @@ EXPERIMENT = Experiment(
     question="How far from BF16 do FP8 and FP4 end, and what do vector-wise scales, OCC and DGE each contribute?",
     expected="bf16 < fp8 < fp4 < the two with one part < fp4_vector < fp4_direct, as in the paper; smaller gaps, "
     "since runs this short end far from where BF16 stops improving.",
-    cost="7 runs of 3 seeds side by side on one H200, half a minute each",
+    cost="7 runs of 3 seeds side by side on one H200, 20 to 55 s each, and as much to compile, beside others on "
+    "the card",
     arms=(
         ArmSpec("bf16", "bf16", paper=2.74),
         ArmSpec("fp4", "fp4", paper=2.765),

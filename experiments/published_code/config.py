@@ -7,7 +7,8 @@ EXPERIMENT = Experiment(
     question="Does it matter which of the three one implements: the paper, the research branch, or the release?",
     expected="The research branch (E1M2 activations, α = .97) is nearest to BF16; the release, which discards what it "
     "clamps and rounds scales to powers of two, is farthest.",
-    cost="2 runs of 3 seeds side by side on one H200, half a minute each; the others are those of precision",
+    cost="2 runs of 3 seeds side by side on one H200, 50 s each, and 25 s to compile, beside others on the "
+    "card; the others are those of precision",
     arms=(
         ArmSpec("bf16", "bf16"),
         ArmSpec("fp4", "fp4"),

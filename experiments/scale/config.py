@@ -7,8 +7,8 @@ EXPERIMENT = Experiment(
     name="scale",
     question="Does the gap of FP4 grow with the model? The paper's does: 2.4 % at 1.3B, 4.8 % at 7B and 13B.",
     expected="At equal tokens, gaps at 34M and 125M within the spread of that at 9M.",
-    cost="2 runs of 3 seeds side by side on one H200 at 34M, a minute each, and 2 at 125M, four minutes each; those at "
-    "9M are those of precision",
+    cost="2 runs of 3 seeds side by side on one H200 at 34M, and 2 at 125M, an estimated one and two minutes each; "
+    "those at 9M are those of precision",
     settings=ENGLISH,
     sizes=tuple(ENGLISH),
     arms=(
