@@ -110,9 +110,13 @@ def thresholds(x: Array, occ: OCC, axis: tuple[int, ...]) -> tuple[Array, Array]
         return empty, empty
     if occ.quantile == "sampled":
         return _sampled(x, occ.alpha, axes, names)
-    ranks = int((1 - occ.alpha) * n), min(int(occ.alpha * n), n - 1)
-    lo, hi = order_statistics(x, ranks, axes, names)
+    lo, hi = order_statistics(x, ranks(occ.alpha, n), axes, names)
     return lo, hi
+
+
+def ranks(alpha: float, n: int) -> tuple[int, int]:
+    """Places of lo and hi in the sorted order of n values."""
+    return int((1 - alpha) * n), min(int(alpha * n), n - 1)
 
 
 def _names(x: Array, occ: OCC) -> tuple[AxisName, ...]:
@@ -140,8 +144,8 @@ def _sampled(x: Array, alpha: float, axes: tuple[int, ...], names: tuple[AxisNam
     sample = lax.all_gather(sample, names, axis=sample.ndim - 1, tiled=True) if names else sample
     ordered, n = jnp.sort(sample, axis=-1), sample.shape[-1]
     shape = [1 if a - x.ndim in axes else x.shape[a] for a in range(x.ndim)]
-    lo, hi = ordered[..., int((1 - alpha) * n)], ordered[..., min(int(alpha * n), n - 1)]
-    return lo.reshape(shape), hi.reshape(shape)
+    lo, hi = (ordered[..., rank].reshape(shape) for rank in ranks(alpha, n))
+    return lo, hi
 
 
 # --- exact order statistics by counting --------------------------------------------------------------------------

@@ -259,8 +259,8 @@ def quantiles(report: Report) -> None:
         find, _ = _quantile(heavy.size)
         report.time(f"exact, heavy, 2^{log} samples", find, heavy)
     quantile.SAMPLES = default
-    report.time("xla backend, exact, heavy", lambda x: thresholds(x, OCC, (-1,)), heavy)
-    report.time("xla backend, sampled, heavy", lambda x: thresholds(x, fp4jax.OCC(quantile="sampled"), (-1,)), heavy)
+    report.time("XLA, exact, heavy", lambda x: thresholds(x, OCC, (-1,)), heavy)
+    report.time("XLA, sampled, heavy", lambda x: thresholds(x, fp4jax.OCC(quantile="sampled"), (-1,)), heavy)
 
 
 def quantizers(report: Report) -> None:

@@ -72,8 +72,8 @@ def quantile(config: BenchConfig, peaks: Peaks) -> Iterator[Result | Bars]:
         functions: dict[str, Callable] = {"fp4jax, exact": lambda x: order_statistics(x, ranks)}
         if config.baselines:
             functions |= {
-                "xla backend, exact": lambda x: thresholds(x, occ, (-1,)),
-                "xla backend, sampled": lambda x: thresholds(x, OCC(quantile="sampled"), (-1,)),
+                "XLA, exact": lambda x: thresholds(x, occ, (-1,)),
+                "XLA, sampled": lambda x: thresholds(x, OCC(quantile="sampled"), (-1,)),
             }
         result = _table(config, peaks, f"quantiles of [{m}, {n}] {name}", x.nbytes, functions, x)
         yield result

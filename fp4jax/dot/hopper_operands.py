@@ -56,8 +56,7 @@ def thresholds(x: Array, occ: OCC, names: split.Names) -> tuple[Array, Array]:
 
     n = math.prod(x.shape) * math.prod(lax.axis_size(name) for name in names)
     if occ.quantile == "exact" and n:
-        ranks = int((1 - occ.alpha) * n), min(int(occ.alpha * n), n - 1)
-        lo, hi = (as_float32(v) for v in kernels.order_statistics(x, ranks, names=names))
+        lo, hi = (as_float32(v) for v in kernels.order_statistics(x, outliers.ranks(occ.alpha, n), names=names))
     else:
         lo, hi = outliers.thresholds(x, dataclasses.replace(occ, axis_name=names or None), (-1,))
     return lo.reshape(()), hi.reshape(())

@@ -13,11 +13,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 from fp4jax.blocks import explicit_sharding
 from fp4jax.exact import as_float32, magnitude, multiply
 from fp4jax.formats import E4M3, FloatFormat
-from fp4jax.outliers import OCC, clip, thresholds
+from fp4jax.outliers import OCC, clip, ranks, thresholds
 from fp4jax.quantize import QuantSpec, find_scales, grid_values, tensor_axes
 from fp4jax.recipe import Recipe, Reuse
 from fp4jax.rounding import NEAREST_EVEN
-from fp4jax.scaling import Scales
+from fp4jax.scaling import Scales, manual_axes
 from fp4jax.typing import Array, Key
 
 LHS_NAME, RHS_NAME = "fp4jax_lhs", "fp4jax_rhs"  # names of the quantized residuals, for remat policies
@@ -59,6 +59,34 @@ def subkey(key: Key | None, spec: QuantSpec, place: int) -> Key | None:
     return jax.random.fold_in(key, place) if key is not None and spec.needs_key else None
 
 
+def _on_one_gpu() -> bool:
+    """Whether a kernel would find all of an array where it runs."""
+    return jax.default_backend() == "gpu" and jax.device_count() == 1
+
+
+def _thresholds(x: Array, occ: OCC, axis: tuple[int, ...]) -> tuple[Array, Array]:
+    """``fp4jax.outliers.thresholds``; exact ones of a 16-bit tensor on a GPU by a kernel, which reads it less often."""
+    whole = occ.scope == "tensor" and occ.quantile == "exact" and occ.axis_name is None and not manual_axes(x)
+    if not (whole and x.size and x.dtype.itemsize == 2 and explicit_sharding(x) is None and _on_one_gpu()):
+        return thresholds(x, occ, axis)
+
+    @jax.custom_batching.custom_vmap
+    @jax.named_scope("quantile")
+    def counted(x: Array) -> tuple[Array, ...]:
+        from fp4jax import kernels  # Pallas takes a second to import
+
+        found = kernels.order_statistics(x, ranks(occ.alpha, x.size))
+        return tuple(as_float32(v).reshape((1,) * x.ndim) for v in found)
+
+    @counted.def_vmap
+    def _(size: int, mapped: list[bool], x: Array) -> tuple[tuple[Array, ...], tuple[bool, bool]]:
+        del size, mapped
+        return jax.vmap(lambda x: thresholds(x, occ, axis))(x), (True, True)
+
+    lo, hi = counted(x)
+    return lo, hi
+
+
 def quantize_activation(
     x: Array,
     spec: QuantSpec,
@@ -77,7 +105,7 @@ def quantize_activation(
     if occ is None:
         scales = find_scales(value, spec, axis)
         return grid_values(value, scales, spec, axis, key), scales, None
-    lo, hi = thresholds(x, occ, axis if clamp_axis is None else clamp_axis)
+    lo, hi = _thresholds(x, occ, axis if clamp_axis is None else clamp_axis)
     clamped = clip(value, lo, hi)
     delta = value - clamped
     amax = spec.granularity.reduce_max(magnitude(clamped), axis)
