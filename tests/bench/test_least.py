@@ -1,6 +1,7 @@
 """The least time of a train step: against counts by hand, and against what was measured."""
 
 import dataclasses
+import json
 import pathlib
 
 import pytest
@@ -59,37 +60,50 @@ def test_tables_take_the_peaks_of_the_run():
     assert at_peak.total()[0] > at_peak.total()[1]
 
 
-PAGE = (pathlib.Path(__file__).parents[2] / "docs" / "kernels.md").read_text(encoding="utf-8")
+ROOT = pathlib.Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "kernels.md").read_text(encoding="utf-8")
+FOUND = json.loads((ROOT / "experiments" / "kernels" / "h200-2026-11-30-later.json").read_text(encoding="utf-8"))
 
 
-def test_the_page_has_these_numbers():
-    section = PAGE.split("## What the step could cost")[1].split("## ")[0]
-    columns = of(None), of("fp4"), of("fp4", KERNELS)
+def test_the_page_has_the_profile_and_the_least():
+    section = PAGE.split("## Where the step's time goes")[1].split("\n## ")[0]
+    spent = {}
+    for row in FOUND["after"]["profile"]["tables"][0]["rows"]:
+        spent.setdefault(row["group"], []).append(row["seconds"])
+    spent = {group: [1e3 * sum(column) for column in zip(*rows, strict=True)] for group, rows in spent.items()}
+    least = [{group: 1e3 * seconds for group, seconds in of(recipe).items()} for recipe in (None, "fp4")]
+    lines = {group: [group] for group in spent}
+    lines["embedding, head, loss"] = [lines.pop(group)[0] for group in ("embedding", "head", "loss")]
+    lines |= {"between kernels": lines.pop("idle"), "at a time with others": lines.pop("overlap")}
+    lines["all"] = [*spent]
+    for name, groups in lines.items():
+        cells = []
+        for column in range(3):
+            taken = sum(spent[group][column] for group in groups)
+            needed = sum(least[column].get(group, 0) for group in groups) if column < 2 else 0
+            cells.append("–" if not taken else f"{taken:.1f} ({needed:.1f})" if needed else f"{taken:.1f}")
+        assert f"| {name} | {' | '.join(cells)} |" in section
+    bfloat16, fp4, vector = (row["microseconds"] / 1e3 for row in FOUND["after"]["step"]["tables"][0]["rows"])
+    assert f"({bfloat16 / 1.3:.0f} ms beside" in section
+    assert f"`fp4` would need {fp4 - bfloat16 / 1.3:.1f} ms less, `fp4_vector` {vector - bfloat16 / 1.3:.1f}" in section
+    without = sum(spent[group][1] for group in spent if group not in ("quantizers", "quantile", "DGE factor"))
+    assert f"the step would be {sum(t[0] for t in spent.values()) / without:.2f} times BF16" in section
+    seven = [sum(least_seconds(MODELS["7b"], TOKENS, 2048, r, H200).values()) for r in (None, parse_recipe("fp4"))]
+    assert f"give {seven[0] / seven[1]:.2f} at peak rates" in section
 
-    def row(name: str, seconds: list[float]) -> str:
-        return f"| {name} | {' | '.join(f'{1e3 * s:.1f}' if s else '–' for s in seconds)} |"
 
-    for group in dict.fromkeys(group for column in columns for group in column):
-        assert row(group, [column.get(group, 0.0) for column in columns]) in section
-    assert row("all", [sum(column.values()) for column in columns]) in section
-
-    measured, rest = 276.9e-3, 276.9e-3 - sum(of(None).values())
-    assert f"{1e3 * rest:.1f} more than its least" in section
-    for recipe in ("fp4_vector", "fp4:alpha=none", "fp4:quantile=sampled"):
-        expected = 276.9 / reachable(measured, of(None, KERNELS), of(recipe, KERNELS))
-        assert f"| `{recipe}` | {expected:.1f} |" in section
-    assert f"comes to {reachable(measured, of(None), of('fp4')):.2f} times BF16" in section
-    least_ratio = sum(of(None).values()) / sum(of("fp4").values())
-    assert f"to {least_ratio:.2f} if both steps took their least time" in section
-    shared = (sum(of(None).values()) - 1.3 * sum(of("fp4").values())) / 0.3
-    assert f"fall to {1e3 * shared:.0f} ms" in section
-    limit = sum(of(None, KERNELS).values()) / sum(of("fp4", KERNELS).values())
-    assert f"the limit is {limit:.2f} even" in section
-    products = [{parts.PRODUCTS: found[parts.PRODUCTS]} for found in (of(None), of("fp4"))]
-    assert f"it would be {reachable(measured, *products):.2f}" in section
-    seven = [
-        sum(least_seconds(MODELS["7b"], TOKENS, 2048, recipe, rates).values())
-        for rates in (H200, KERNELS)
-        for recipe in (None, parse_recipe("fp4"))
-    ]
-    assert f"give {seven[0] / seven[1]:.2f} at peak rates and {seven[2] / seven[3]:.2f} with" in section
+def test_the_page_has_what_products_and_steps_took():
+    after, steps = FOUND["after"], FOUND["steps"]
+    for table in after["products"]["tables"]:
+        if "bfloat16 out" in table["title"]:
+            times = " | ".join(f"{row['microseconds']:.0f}" for row in table["rows"])
+            assert f"| {times} |" in PAGE
+    for step, unrolled in ((after["step"], ""), (steps["unrolled"], "layers unrolled: ")):
+        for row in step["tables"][0]["rows"]:
+            speed = f"{row['microseconds'] / 1e3:.1f} | {row['a_second']:,.0f}"
+            name = row["name"].removeprefix("fp4jax ")
+            assert f"| {unrolled}{name} (" in PAGE or f"| {unrolled}`{name}` |" in PAGE
+            assert f"{speed} | " in PAGE
+            assert f"| {row['peak_bytes'] / 1e9:.1f} |" in PAGE
+    for row in after["layer"]["tables"][0]["rows"]:
+        assert f"| {row['microseconds']:.0f} | " in PAGE
