@@ -107,3 +107,15 @@ def test_the_page_has_what_products_and_steps_took():
             assert f"| {row['peak_bytes'] / 1e9:.1f} |" in PAGE
     for row in after["layer"]["tables"][0]["rows"]:
         assert f"| {row['microseconds']:.0f} | " in PAGE
+
+
+def test_the_readme_has_the_step_and_the_gap_side_by_side():
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    headline = (ROOT / "experiments" / "headline" / "README.md").read_text(encoding="utf-8")
+    rows = {row["name"].removeprefix("fp4jax "): row for row in FOUND["after"]["step"]["tables"][0]["rows"]}
+    for recipe, shown in (("fp4", "`fp4`, the paper"), ("fp4_vector", "`fp4_vector`")):
+        gap = next(line for line in headline.splitlines() if line.startswith(f"| {recipe} | `{recipe}` |")).split("|")[
+            4
+        ]
+        speed, memory = rows["BF16"]["microseconds"] / rows[recipe]["microseconds"], rows[recipe]["peak_bytes"] / 1e9
+        assert f"| {shown} | {gap.strip()} | {speed:.2f} | {memory:.1f} |" in readme
