@@ -98,7 +98,11 @@ def write_tensors(folder: Path, tensors: Iterable[tuple[str, np.ndarray]], *, sh
     total, number = 0, 0
     for number, shard in enumerate(_shards(tensors, shard_bytes), start=1):
         # transformers refuses a file that does not say which framework's conventions it follows.
-        library.save_file(shard, folder / f"part-{number}", metadata={"format": "pt"})
+        part = folder / f"part-{number}"
+        part.touch()
+        mode = part.stat().st_mode  # safetensors renames a file to this that its owner alone may read
+        library.save_file(shard, part, metadata={"format": "pt"})
+        part.chmod(mode)
         total += sum(tensor.nbytes for tensor in shard.values())
         places |= dict.fromkeys(shard, number)
     if number == 1:

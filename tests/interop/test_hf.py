@@ -242,6 +242,11 @@ def test_parameters_of_another_model_are_refused(tmp_path):
     assert not (tmp_path / "a").exists()
 
 
+def test_weights_may_be_read_by_whoever_may_read_the_rest(tmp_path):
+    folder, _ = saved(tmp_path / "hf", small())
+    assert len({path.stat().st_mode for path in folder.iterdir()}) == 1
+
+
 def test_nothing_is_overwritten(tmp_path):
     folder, params = saved(tmp_path / "hf")
     before = tensors_of(folder)
