@@ -5,6 +5,7 @@ import json
 import os
 import platform
 import shlex
+import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -76,8 +77,21 @@ def circumstances() -> dict[str, str]:
         "command": shlex.join(["fp4jax", *sys.argv[1:]]),
         "date": f"{datetime.date.today()}",
         "hardware": hardware,
-        "versions": f"fp4jax {fp4jax.__version__}, jax {jax.__version__}, Python {platform.python_version()}",
+        "versions": f"fp4jax {fp4jax.__version__}{commit(Path(fp4jax.__file__).parents[1])}, jax {jax.__version__}, "
+        f"Python {platform.python_version()}",
     }
+
+
+def commit(checkout: Path) -> str:
+    """The suffix " (1a2b3c4)" for a checkout at that commit, " (1a2b3c4-dirty)" with changes; "" for what is no checkout."""
+    if not (checkout / ".git").exists():
+        return ""
+    git = ["git", "-C", str(checkout), "describe", "--always", "--dirty", "--abbrev=7", "--exclude=*"]
+    try:
+        found = subprocess.run(git, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):  # no git, or a checkout that somebody else owns
+        return ""
+    return f" ({found})"
 
 
 def differences(old: Any, new: Any, name: str = "") -> dict[str, tuple[Any, Any]]:
