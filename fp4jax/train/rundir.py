@@ -83,7 +83,7 @@ def circumstances() -> dict[str, str]:
 
 
 def commit(checkout: Path) -> str:
-    """The suffix " (1a2b3c4)" for a checkout at that commit, " (1a2b3c4-dirty)" with changes; "" for what is no checkout."""
+    """Of a checkout: " (1a2b3c4)" at that commit, " (1a2b3c4-dirty)" with changes; "" for what is no checkout."""
     if not (checkout / ".git").exists():
         return ""
     git = ["git", "-C", str(checkout), "describe", "--always", "--dirty", "--abbrev=7", "--exclude=*"]
