@@ -70,13 +70,20 @@ def _thresholds(x: Array, occ: OCC, axis: tuple[int, ...]) -> tuple[Array, Array
     if not (whole and x.size and x.dtype.itemsize == 2 and explicit_sharding(x) is None and _on_one_gpu()):
         return thresholds(x, occ, axis)
 
-    @jax.custom_batching.custom_vmap
     @jax.named_scope("quantile")
-    def counted(x: Array) -> tuple[Array, ...]:
-        from fp4jax import kernels  # Pallas takes a second to import
+    def by_kernel(x: Array) -> tuple[Array, ...]:
+        from fp4jax import kernels
 
         found = kernels.order_statistics(x, ranks(occ.alpha, x.size))
         return tuple(as_float32(v).reshape((1,) * x.ndim) for v in found)
+
+    @jax.custom_batching.custom_vmap
+    def counted(x: Array) -> tuple[Array, ...]:
+        from fp4jax.kernels.device import interpreting  # Pallas takes a second to import
+
+        # What is compiled for the CPU of that machine cannot have the kernel.
+        platform = "cpu" if interpreting() else "cuda"
+        return lax.platform_dependent(x, **{platform: by_kernel}, default=lambda x: thresholds(x, occ, axis))
 
     @counted.def_vmap
     def _(size: int, mapped: list[bool], x: Array) -> tuple[tuple[Array, ...], tuple[bool, bool]]:
