@@ -66,8 +66,7 @@ def activation_statistics(config: LlamaConfig, params: Params, tokens: jax.Array
     for site, (part, name) in SITES.items():
         layer = getattr(getattr(model.layers, part), name)
         layer.dot_general = _Recorder(layer.dot_general, found[site])
-    with jax.disable_jit():  # a jit of the model's own is a trace of its own, whose values must not leave it by a list
-        model(tokens)
+    model(tokens)
     return {site: jax.tree.map(lambda *layers: jnp.stack(layers), *entries) for site, entries in found.items()}
 
 

@@ -13,7 +13,7 @@ import ml_dtypes
 import numpy as np
 
 from fp4jax.kernels import gemm_device
-from fp4jax.kernels.device import core_count, device_kind
+from fp4jax.kernels.device import core_count, device_kind, is_hopper
 from fp4jax.typing import Array
 
 OPERAND_DTYPES = (np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.float8_e5m2))
@@ -217,6 +217,8 @@ TUNED = pathlib.Path(__file__).parent / "tuned"
 @functools.cache
 def _table(kind: str) -> tuple[Mapping, ...]:
     path = TUNED / f"{kind}.json"
+    if not path.exists() and is_hopper():  # another card of these tensor cores, as an H100
+        path = TUNED / "nvidia_h200.json"
     return tuple(json.loads(path.read_text())["gemm"]) if path.exists() else ()
 
 
@@ -233,8 +235,9 @@ def tuned(m: int, n: int, k: int, out_dtype, promote: int | None, batch: int = 1
     """The configuration expected to be fastest, of those measured on this device for that dtype and promotion.
 
     A wave of tiles takes ``per_k_tile`` microseconds for every 128 of k, and ``per_wave`` besides: two numbers a
-    configuration, fitted to times that ``fp4jax bench --tables tune`` took at several shapes. Where nothing was
-    measured, the defaults of ``GemmConfig``; for a narrow result, a narrow tile.
+    configuration, fitted to times that ``fp4jax bench --tables tune`` took at several shapes. A Hopper card that was
+    not measured takes the numbers of the H200. Where there are none, the defaults of ``GemmConfig``; for a narrow
+    result, a narrow tile.
     """
     if n <= 64:
         return GemmConfig(tile_n=64)

@@ -36,9 +36,8 @@ class LlamaConfig:
         attention: "xla", "cudnn", or None for cuDNN where it applies (CUDA, 16-bit dtype, head_dim a multiple of 8 up
             to 128, even sequence length) and XLA elsewhere.
         remat: what a block's backward pass recomputes: a name in `fp4jax.models.remat.REMAT_POLICIES`.
-        scan_layers: run the blocks under `jax.lax.scan` (compiles one block), else one after the other under one
-            `nnx.jit` (traces one block, compiles all). Parameters, paths, checkpoints and results are the same. To look
-            at values inside, unroll under `jax.disable_jit()`.
+        scan_layers: run the blocks under `jax.lax.scan` (compiles one block), else unrolled in Python. Parameters,
+            paths, checkpoints and results are the same.
 
     Raises:
         ValueError: a size is not a positive integer, head_dim is odd, num_kv_heads does not divide num_heads, or a name

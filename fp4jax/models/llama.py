@@ -153,10 +153,8 @@ class Llama(nnx.Module):
     def _unroll(run: Callable[..., jax.Array], x: jax.Array, stack: Block) -> jax.Array:
         leaves, treedef = jax.tree.flatten(stack)
         blocks = [treedef.unflatten(parts) for parts in zip(*map(jnp.unstack, leaves), strict=True)]
-        # One jit for all blocks: traced once, differentiated once, and each of its kernels lowered once.
-        once = nnx.jit(run, graph=False, graph_updates=False)
         for block in blocks:
-            x = once(x, block)
+            x = run(x, block)
         counts = [nnx.state(block, nnx.RngCount) for block in blocks]
         nnx.update(stack, jax.tree.map(lambda *parts: jnp.stack(parts), *counts))
         return x

@@ -183,6 +183,17 @@ def test_tuning_tells_what_a_wave_takes_and_the_product_takes_the_fewest_seconds
     assert gemm.tuned(2048, 64, 16384, "float32", 256) == GemmConfig(tile_n=64)
 
 
+def test_an_h100_takes_the_tiles_of_the_h200():
+    found = []
+    for kind in ("NVIDIA H100 80GB HBM3", "NVIDIA H200", "NVIDIA A100"):
+        gemm._table.cache_clear()
+        with kernels.lowering_for(kind):
+            found.append(gemm.tuned(16384, 4096, 4096, "bfloat16", 256))
+    gemm._table.cache_clear()
+    assert found[0] == found[1] != GemmConfig()
+    assert found[2] == GemmConfig()
+
+
 def test_of_one_length_of_sums_nothing_is_set_apart_for_a_wave(card):
     entry = products.tuned_entry("float32", None, GemmConfig(256), {(1, 1, 256): 4e-6, (16896, 256, 256): 4e-6})
     assert (entry["per_k_tile"], entry["per_wave"], entry["promote"]) == (2.0, 0.0, 0)
