@@ -84,11 +84,15 @@ def order_statistics(x: Array, ranks: tuple[int, int], *, names: tuple[AxisName,
     return values[0], values[1]
 
 
+def _stride(n: int) -> int:
+    """Between the values of a sample of n. Odd: an even one meets the same channels in every row, as outliers do."""
+    return -(-n // SAMPLES) | 1
+
+
 def _brackets(flat: Array, ranks: tuple[int, int]) -> tuple[Array, Array]:
     """Keys between which the ranks probably lie, from a strided sample; int32 [2] each."""
     n = flat.size
-    # An odd stride: an even one would meet the same channels in every row, and outliers sit in fixed channels.
-    stride = -(-n // SAMPLES) | 1
+    stride = _stride(n)
     sample = lax.sort(key_of(flat[::stride]).astype(jnp.int16), is_stable=False)
     size = sample.size
     ends = []
@@ -109,8 +113,9 @@ def _readings(ranks: tuple[int, int], n: int, mantissa_bits: int) -> int:
     """
     if n <= SAMPLES:
         return 2
+    size = -(-n // _stride(n))
     tail = min(min(rank + 1, n - rank) for rank in ranks) / n
-    spread = 2 * _SIGMAS * math.sqrt((1 - tail) / (tail * SAMPLES))
+    spread = 2 * _SIGMAS * math.sqrt((1 - tail) / (tail * size))
     return max(2, math.ceil(math.log(2**mantissa_bits * math.log2(1 + spread), INNER)))
 
 

@@ -82,3 +82,8 @@ def test_more_readings_where_a_bracket_spans_more_keys(alpha, dtype, readings):
     ranks = int((1 - alpha) * n), int(alpha * n)
     assert quantile._readings(ranks, n, jnp.finfo(dtype).nmant) == readings
     assert quantile._readings((0, 9), 10, jnp.finfo(dtype).nmant) == 2
+
+
+def test_more_readings_where_the_sample_is_a_third():
+    n = quantile.SAMPLES + 1  # every third value
+    assert quantile._readings((int(0.01 * n), int(0.99 * n)), n, 7) == 3
