@@ -13,7 +13,6 @@ found a difference.
 
 import argparse
 import functools
-import json
 import math
 import os
 import pathlib
@@ -23,16 +22,14 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from apart import run_apart, section_file
-from jax import lax
+from apart import Report, run_apart, section_file
 from rich.console import Console
 
 import fp4jax
-from fp4jax import kernels
+from fp4jax import kernels, outliers
 from fp4jax.bench.baselines import fp8_operand, xla_bfloat16, xla_fp8
 from fp4jax.bench.config import BenchConfig, TableName
-from fp4jax.bench.measure import environment, normal, seconds
-from fp4jax.bench.report import write_whole
+from fp4jax.bench.measure import normal
 from fp4jax.bench.run import bench
 from fp4jax.dot.xla import quantize_activation
 from fp4jax.exact import as_float32, multiply
@@ -86,40 +83,6 @@ FULL = Sizes(
 MICRO = Sizes((32, 128), ((16, 72),), ((33, 40, 129, "float32"),), 1)
 
 
-class Report:
-    """Findings, printed as they come and written after each."""
-
-    def __init__(self, out: pathlib.Path, sizes: Sizes):
-        self.out, self.sizes = out, sizes
-        self.record: dict[str, Any] = {**environment(), "differences": {}, "microseconds": {}}
-
-    def check(self, name: str, got: Any, want: Any) -> None:
-        """Whether all arrays are equal bit for bit; if not, how many entries differ, and the first."""
-        found = "none"
-        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-            if (a.shape, a.dtype) != (b.shape, b.dtype):
-                found = f"{a.dtype}{list(a.shape)} instead of {b.dtype}{list(b.shape)}"
-            elif wrong := int(jnp.sum(differs := _bits(a) != _bits(b))):
-                first = jnp.unravel_index(jnp.argmax(differs), a.shape)
-                place = [int(i) for i in first]
-                found = f"{wrong} of {a.size}, first at {place}: {a[first]} instead of {b[first]}"
-        self._add("differences", name, found)
-
-    def time(self, name: str, function: Callable, *args: Any) -> None:
-        """Median time of a call."""
-        took = seconds(function, *args, iterations=self.sizes.iterations)
-        self._add("microseconds", name, round(1e6 * took, 2))
-
-    def _add(self, kind: str, name: str, value: Any) -> None:
-        print(f"{kind}: {name}: {value}", flush=True)
-        self.record[kind][name] = value
-        write_whole(self.out, json.dumps(self.record, indent=1, ensure_ascii=False) + "\n")
-
-
-def _bits(x: jax.Array) -> jax.Array:
-    return lax.bitcast_convert_type(x, jnp.dtype(f"u{x.dtype.itemsize}"))
-
-
 # --- against the reference ---------------------------------------------------------------------------------------
 
 
@@ -152,7 +115,7 @@ def _check_quantile(report: Report, shape: tuple[int, int]) -> None:
 
 
 def _quantile(n: int) -> tuple[Callable, tuple[int, int]]:
-    ranks = int(0.01 * n), int(0.99 * n)
+    ranks = outliers.ranks(0.99, n)
     return jax.jit(functools.partial(order_statistics, ranks=ranks)), ranks
 
 

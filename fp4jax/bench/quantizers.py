@@ -12,7 +12,7 @@ from fp4jax.bench.report import Bar, Bars, Result, Row
 from fp4jax.formats import E2M1, E5M2
 from fp4jax.kernels import Wanted, order_statistics, quantize_rows, quantize_tiles
 from fp4jax.models import MODELS
-from fp4jax.outliers import OCC, thresholds
+from fp4jax.outliers import OCC, ranks, thresholds
 from fp4jax.quantize import QuantSpec, quantize
 from fp4jax.rounding import STOCHASTIC
 from fp4jax.scaling import PerTensor
@@ -62,14 +62,15 @@ def _of_width(config: BenchConfig, peaks: Peaks, n: int) -> Iterator[Result]:
 def quantile(config: BenchConfig, peaks: Peaks) -> Iterator[Result | Bars]:
     """Both thresholds of OCC at α = .99, of normal and of heavy-tailed values."""
     m, n, bars = config.tokens, MODELS[config.sizes[0]].embed_dim, []
-    ranks, occ = (int((1 - 0.99) * m * n), int(0.99 * m * n)), OCC()
+    occ = OCC()
+    wanted = ranks(occ.alpha, m * n)
     heavy = jax.random.t(jax.random.key(0), 2.0, (m, n), jnp.float32)
     for name, x in (
         ("BF16, normal", normal((m, n))),
         ("BF16, Student's t with 2 degrees of freedom", heavy.astype(jnp.bfloat16)),
         ("float32, Student's t with 2 degrees of freedom", heavy),
     ):
-        functions: dict[str, Callable] = {"fp4jax, exact": lambda x: order_statistics(x, ranks)}
+        functions: dict[str, Callable] = {"fp4jax, exact": lambda x: order_statistics(x, wanted)}
         if config.baselines:
             functions |= {
                 "XLA, exact": lambda x: thresholds(x, occ, (-1,)),

@@ -193,9 +193,8 @@ class Extremes(NamedTuple):
 
     def including(self, tile, rule: Rule) -> "Extremes":
         """With those of another tile."""
-        return Extremes(
-            *(one if one is None else jnp.maximum(one, two) for one, two in zip(self, Extremes.of(tile, rule)))
-        )
+        both = zip(self, Extremes.of(tile, rule), strict=True)
+        return Extremes(*(one if one is None else jnp.maximum(one, two) for one, two in both))
 
     def of_rows(self) -> "Extremes":
         """Those of each row."""
@@ -248,7 +247,6 @@ def rows_kernel(*refs, problem: Rows):
 
     first = load(0)
     found = Extremes.of(first, p.rule)
-    whole_row = first if p.chunks == 1 else None
     if p.chunks > 1:
         found = lax.fori_loop(1, p.chunks, lambda c, best: best.including(load(c), p.rule), found)
     scale, reciprocal, finite = p.rule.scales(found.of_rows().amax(bounds, p.rule))
@@ -263,8 +261,8 @@ def rows_kernel(*refs, problem: Rows):
         write(chunk, load(chunk))
         return _
 
-    if whole_row is not None:
-        write(0, whole_row)
+    if p.chunks == 1:
+        write(0, first)
     else:
         lax.fori_loop(0, p.chunks, second, None)
 

@@ -183,6 +183,17 @@ def test_tuning_tells_what_a_wave_takes_and_the_product_takes_the_fewest_seconds
     assert gemm.tuned(2048, 64, 16384, "float32", 256) == GemmConfig(tile_n=64)
 
 
+def test_what_ships_gives_back_the_times_it_was_fitted_to(monkeypatch):
+    """Within 3.2 %, as docs/kernels.md says."""
+    monkeypatch.setattr(gemm, "core_count", lambda: 132)
+    errors = [
+        gemm.waves(m, n, GemmConfig(**entry["config"])) * (k / 128 * entry["per_k_tile"] + entry["per_wave"]) / time - 1
+        for entry in json.loads((gemm.TUNED / "nvidia_h200.json").read_text())["gemm"]
+        for m, n, k, time in entry["measured"]
+    ]
+    assert 0.02 < max(map(abs, errors)) < 0.0325
+
+
 def test_an_h100_takes_the_tiles_of_the_h200():
     found = []
     for kind in ("NVIDIA H100 80GB HBM3", "NVIDIA H200", "NVIDIA A100"):

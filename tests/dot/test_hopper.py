@@ -19,6 +19,7 @@ from fp4jax import kernels
 from fp4jax.dot import hopper
 
 MATMUL = (((1,), (0,)), ((), ()))
+MARKS = ("fprop", "dgrad", "wgrad")
 TOKENS = (((2,), (0,)), ((), ()))
 RNG = np.random.default_rng(0)
 X = RNG.standard_t(3, (16, 32)).astype(jnp.bfloat16)
@@ -116,6 +117,16 @@ def test_noise_of_a_gradient_is_that_of_the_xla_backend_where_only_what_is_folde
     got, want = both(layers, X[:, :16], jnp.stack([W[:16]] * 4).reshape(2, 2, 16, 24), G)
     assert_same(got, want)
     assert len({np.asarray(dx).tobytes() for dx in got[1].reshape(4, -1)}) == 4
+
+
+def test_the_result_of_forward_alone_is_kept_from_what_stores_it():
+    """XLA would have the product write a scan's stack, and run it again for all who read the result at once."""
+    with kernels.interpret():
+        traced = jax.make_jaxpr(lambda x, w, g: value_and_gradients(x, w, g, "hopper", fp4jax.recipes.fp4_vector()))
+        program = str(traced(X, W, G))
+    results = {mark: re.findall(rf"(\w+):\w+\[[\d,]+\] = jit\[\s*name=fp4jax_{mark}", program) for mark in MARKS}
+    kept = {mark: [f"optimization_barrier {name}\n" in program for name in names] for mark, names in results.items()}
+    assert kept == {"fprop": [True], "dgrad": [False], "wgrad": [False]}
 
 
 def test_several_contracted_axes_and_scales_that_are_powers_of_two():
