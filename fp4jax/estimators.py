@@ -6,6 +6,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from fp4jax.exact import as_float32
 from fp4jax.formats import FloatFormat
@@ -23,6 +24,8 @@ class Estimator(abc.ABC):
     """
 
     is_identity = False
+    has_kernel_form = False
+    """Whether there is a ``kernel_factor``. Without one the factor is an operation of its own after the product."""
 
     @abc.abstractmethod
     def factor(self, u: Array, format: FloatFormat) -> Array:
@@ -32,6 +35,14 @@ class Estimator(abc.ABC):
             u: the input in units of the grid; float32, bfloat16 or float16.
             format: the format it is rounded to.
         """
+
+    def kernel_factor(self, u: Array, format: FloatFormat) -> Array:
+        """f'(u) of float32 ``u`` in operations that Pallas lowers inside a kernel, within a few ulp of ``factor``.
+
+        Raises:
+            NotImplementedError: for an estimator without ``has_kernel_form``.
+        """
+        raise NotImplementedError(f"{self!r} has no form for kernels; use factor")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,9 +62,14 @@ class ClippedSTE(Estimator):
     Under ``AbsMax`` scales all of it is inside: if rounding puts the largest x · r an ulp above max, it counts as max.
     """
 
+    has_kernel_form = True
+
     def factor(self, u, format):
         limit = jnp.float32(format.max * (1 + 2.0**-22))
         return (jnp.abs(u.astype(jnp.float32)) <= limit).astype(u.dtype)
+
+    def kernel_factor(self, u, format):
+        return self.factor(u, format)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,6 +97,8 @@ class DGE(Estimator):
         [0.20000000298023224, 3.0, 3.0]
     """
 
+    has_kernel_form = True
+
     k: float = 5.0
     clip: float = 3.0
 
@@ -97,6 +115,23 @@ class DGE(Estimator):
         power = jnp.where(p == 0, jnp.float32(1), p) ** jnp.float32(1 / self.k - 1)
         slope = jnp.where(p == 0, jnp.float32(self.clip), power * jnp.float32(1 / self.k))
         return jnp.minimum(slope, jnp.float32(self.clip)).astype(u.dtype)
+
+    def kernel_factor(self, u, format):
+        """The same |p|, bit for bit, without a floor, which does not lower; its power by log2 and exp2.
+
+        The hardware's are good to 2⁻²², and so the factor to 2⁻¹⁹ of itself for the paper's k and clip. It is exact at
+        midpoints, where log2 is -∞, and on the grid, where it is 0.
+        """
+        magnitude = jnp.minimum(jnp.abs(u), jnp.float32(format.max))
+        bits, smallest = lax.bitcast_convert_type(magnitude, jnp.int32), (format.min_exponent + 127) << 23
+        step = jnp.maximum(bits & 0x7F800000, smallest) - (format.mantissa_bits << 23)  # its exponent, in place
+        scaled = magnitude * lax.bitcast_convert_type((254 << 23) - step, jnp.float32)
+        # Adding and taking away 1.5 · 2²³ rounds to an integer at a rate that the hardware's rounding does not have.
+        # Of a constant that it knows XLA would make no sum at all, where kernels are interpreted.
+        shift = lax.optimization_barrier(jnp.float32(1.5 * 2**23))
+        p = jnp.float32(1) - jnp.float32(2) * jnp.abs(scaled - ((scaled + shift) - shift))
+        power = jnp.exp2(jnp.log2(p) * jnp.float32(1 / self.k - 1))
+        return jnp.minimum(power * jnp.float32(1 / self.k), jnp.float32(self.clip))
 
 
 ESTIMATORS = {"ste": STE, "clipped_ste": ClippedSTE, "dge": DGE}

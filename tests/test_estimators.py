@@ -3,7 +3,9 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import oracle
 import pytest
+import tolerances
 
 import fp4jax
 from fp4jax.estimators import ESTIMATORS
@@ -51,6 +53,33 @@ def test_dge_is_the_slope_of_the_function_of_the_paper(fmt):
     slope = (f(u + step) - f(u - step)) / (2 * step)
     factor = fp4jax.DGE(5, 100).factor(jnp.asarray(u, jnp.float32), fmt)
     np.testing.assert_allclose(factor, slope, rtol=2e-3)
+
+
+@formats
+@pytest.mark.parametrize("estimator", [fp4jax.DGE(), fp4jax.DGE(k=3.0, clip=2.0), fp4jax.ClippedSTE()], ids=repr)
+def test_the_form_for_kernels_is_the_factor(fmt, estimator):
+    """Exactly at midpoints, on the grid and past the ends, elsewhere within the tolerance; NaN stays NaN."""
+    rng, grid = np.random.default_rng(0), np.asarray(fmt.grid, np.float32)
+    middle = (grid[1:] + grid[:-1]) / 2
+    points = np.concatenate([grid, middle, [2 * fmt.max, -np.inf, np.inf, np.nan, -0.0]]).astype(np.float32)
+    got, want = (
+        np.asarray(jax.jit(f, static_argnums=1)(points, fmt)) for f in (estimator.kernel_factor, estimator.factor)
+    )
+    np.testing.assert_array_equal(got, want)
+    u = np.concatenate([fmt.max * rng.uniform(-1.1, 1.1, 20_000), np.exp2(rng.uniform(-40, np.log2(fmt.max), 20_000))])
+    u = np.concatenate([u, np.nextafter(points[:-4], np.float32(9e9)), np.nextafter(points[:-4], np.float32(-9e9))])
+    u = u.astype(np.float32)
+    exact = (np.abs(u) <= fmt.max * (1 + 2.0**-22)).astype(np.float64)
+    if isinstance(estimator, fp4jax.DGE):
+        exact = oracle.dge_factor(u, oracle.FORMATS[repr(fmt)], estimator.k, estimator.clip)
+    got = jax.jit(estimator.kernel_factor, static_argnums=1)(u, fmt)
+    np.testing.assert_allclose(got, exact, rtol=tolerances.DGE_KERNEL_FACTOR)
+
+
+def test_an_estimator_may_have_no_form_for_kernels():
+    assert not fp4jax.STE().has_kernel_form
+    with pytest.raises(NotImplementedError, match=r"STE\(\) has no form for kernels; use factor"):
+        fp4jax.STE().kernel_factor(jnp.ones(3), fp4jax.E2M1)
 
 
 def test_clipped_ste_is_zero_past_the_range():

@@ -28,6 +28,10 @@ SMALLEST_NORMAL = {"float32": 2.0**-126, "float16": 2.0**-14, "bfloat16": 2.0**-
 # Relative error of the DGE factor computed from a float32 scaled input, off the clipped plateau.
 DGE_FACTOR = 64 * UNIT_ROUNDOFF["float32"]
 
+# That of a factor computed in a kernel from the same scaled input. With log2 and exp2 good to 2⁻²² (PTX ISA), and log2
+# of p^(1/k − 1) at most 3.9 below the paper's clip, (3.9 ln 2 + 1)·2⁻²² and four roundings.
+DGE_KERNEL_FACTOR = 2.0**-19
+
 # A sum of FP8 products on Hopper's tensor cores, promoted to float32 every 256 of k, relative to Σ|a||b|: eight
 # instructions add 32 products each, and each keeps about 14 bits of its largest addend. Where four-bit products fit
 # into those bits the sum is exact.

@@ -182,10 +182,10 @@ def _marked(name: str, parts: split.Parts, dtype: np.dtype, interpreting: bool):
     del interpreting
     from fp4jax import kernels
 
-    def scaled(lhs, rhs, lhs_scale, rhs_scale, dtype):
-        return kernels.scaled_matmul(lhs, rhs, lhs_scale, rhs_scale, out_dtype=dtype)
+    def product(lhs, rhs, lhs_scale, rhs_scale, factor):
+        def scaled(lhs, rhs, lhs_scale, rhs_scale, dtype):
+            return kernels.scaled_matmul(lhs, rhs, lhs_scale, rhs_scale, out_dtype=dtype, factor=factor)
 
-    def product(lhs, rhs, lhs_scale, rhs_scale):
         return parts.multiply(scaled, lhs, rhs, lhs_scale, rhs_scale, dtype)
 
     product.__name__ = product.__qualname__ = name
@@ -193,9 +193,17 @@ def _marked(name: str, parts: split.Parts, dtype: np.dtype, interpreting: bool):
 
 
 def _multiply(
-    call: Call, product: str, lhs: Array, rhs: Array, lhs_scale: Array, rhs_scale: Array, dtype, out: Any
+    call: Call,
+    product: str,
+    lhs: Array,
+    rhs: Array,
+    lhs_scale: Array,
+    rhs_scale: Array,
+    dtype,
+    out: Any,
+    factor: "kernels.Factor | None" = None,
 ) -> Array:
-    """(Σk lhs[m, k] rhs[n, k]) · lhs_scale · rhs_scale, split like ``out``."""
+    """(Σk lhs[m, k] rhs[n, k]) · lhs_scale · rhs_scale, split like ``out``; without a mesh also times ``factor``."""
     from fp4jax import kernels
 
     held = dtype if dtype in kernels.gemm.OUT_DTYPES else np.dtype(np.float32)
@@ -203,7 +211,8 @@ def _multiply(
     mesh = split.Split.of(call).mesh
     layouts = [split.Layout.of(explicit_sharding(x), x.ndim).entries for x in (lhs, rhs)]
     parts = split.Parts(mesh, layouts[0], layouts[1], out)
-    return _marked(name, parts, held, kernels.interpreting())(lhs, rhs, lhs_scale, rhs_scale).astype(dtype)
+    run = _marked(name, parts, held, kernels.interpreting())
+    return run(lhs, rhs, lhs_scale, rhs_scale, factor).astype(dtype)
 
 
 def fprop(
@@ -253,12 +262,30 @@ def wgrad(residuals: Residuals, g: Array, call: Call) -> Array:
     assert q.transposed is not None
     parts, one, recipe = split.Split.of(call), jnp.float32(1), call.recipe
     out, float32 = (parts.rhs_k, parts.n), np.dtype(np.float32)
-    drhs = _multiply(call, "wgrad", residuals.lhs_transposed, q.transposed, one, q.scale, float32, out)
+    # On a mesh the product is summed over devices first.
+    fused = residuals.rhs is not None and parts.mesh is None and recipe.weight_estimator.has_kernel_form
+    factor = _factor(residuals, call) if fused else None
+    drhs = _multiply(call, "wgrad", residuals.lhs_transposed, q.transposed, one, q.scale, float32, out, factor)
     shape = (*g.shape[: len(call.geometry.lhs_batch)], *residuals.contracted, *residuals.rhs_free)
     drhs = split.unflatten(drhs, parts.mesh, parts.rhs, len(residuals.contracted), shape)
-    if residuals.rhs is not None:
+    if residuals.rhs is not None and not fused:
         assert recipe.weight_spec is not None
         assert residuals.rhs_reciprocal is not None
         u = multiply(as_float32(residuals.rhs), residuals.rhs_reciprocal)
         drhs = drhs * recipe.weight_estimator.factor(u, recipe.weight_spec.format)
     return drhs.astype(call.rhs_dtype)
+
+
+def _factor(residuals: Residuals, call: Call) -> "kernels.Factor":
+    """f'(W · r) for the product's kernel, which takes W as [*b, k, n] and r as [*b, n] or a scalar."""
+    from fp4jax import kernels
+
+    weight, reciprocal, spec = residuals.rhs, residuals.rhs_reciprocal, call.recipe.weight_spec
+    assert spec is not None
+    assert weight is not None
+    assert reciprocal is not None
+    batch = len(call.geometry.rhs_batch)
+    weight = operands.matrices(weight, batch, batch + len(residuals.contracted))
+    per_tensor = isinstance(spec.granularity, PerTensor)
+    reciprocal = reciprocal.reshape(() if per_tensor else (*weight.shape[:-2], weight.shape[-1]))
+    return kernels.Factor(weight, reciprocal, call.recipe.weight_estimator, spec.format)

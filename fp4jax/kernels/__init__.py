@@ -6,11 +6,12 @@ on a CPU.
 
 from fp4jax.kernels import gemm, quantile, quantizer
 from fp4jax.kernels.device import interpret, interpreting, is_hopper, lowering_for, races_found
-from fp4jax.kernels.gemm import GemmConfig, scaled_matmul
+from fp4jax.kernels.gemm import Factor, GemmConfig, scaled_matmul
 from fp4jax.kernels.quantile import order_statistics
 from fp4jax.kernels.quantizer import Quantized, QuantizerConfig, Wanted, quantize_rows, quantize_tiles
 
 __all__ = [
+    "Factor",
     "GemmConfig",
     "Quantized",
     "QuantizerConfig",

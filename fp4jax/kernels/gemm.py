@@ -12,12 +12,15 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
+from fp4jax.estimators import Estimator
+from fp4jax.formats import FloatFormat
 from fp4jax.kernels import gemm_device
 from fp4jax.kernels.device import core_count, device_kind, is_hopper
 from fp4jax.typing import Array
 
 OPERAND_DTYPES = (np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.float8_e5m2))
 OUT_DTYPES = (np.dtype(ml_dtypes.bfloat16), np.dtype(np.float32))
+WEIGHT_DTYPES = (*OUT_DTYPES, np.dtype(np.float16))
 SHARED_BYTES = 227 * 1024  # of a block on sm_90
 PROMOTE = 256
 TILE_M, TILE_K = 128, 128
@@ -67,6 +70,26 @@ class GemmConfig:
         return operands + slots * TILE_M * self.epilogue_n * np.dtype(out_dtype).itemsize
 
 
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["weight", "reciprocal"], meta_fields=["estimator", "format"]
+)
+@dataclasses.dataclass(frozen=True)
+class Factor:
+    """What the gradient of a weight is multiplied with, ``f'(weight · reciprocal)``.
+
+    Attributes:
+        weight: float32, bfloat16 or float16 [*batch, m, n], of the shape of the product.
+        reciprocal: r of its scales, float32 [*batch, n] or a scalar.
+        estimator: one with a form for kernels; f' is its ``kernel_factor``.
+        format: what the weight is rounded to.
+    """
+
+    weight: Array
+    reciprocal: Array
+    estimator: Estimator
+    format: FloatFormat
+
+
 def scaled_matmul(
     lhs: Array,
     rhs: Array,
@@ -76,6 +99,7 @@ def scaled_matmul(
     out_dtype=jnp.bfloat16,
     promote: int | None = PROMOTE,
     config: GemmConfig | None = None,
+    factor: Factor | None = None,
 ) -> Array:
     """``out[m, n] = (Σk lhs[m, k] · rhs[n, k]) · lhs_scale[m] · rhs_scale[n]`` with FP8 operands, both k-major.
 
@@ -89,14 +113,16 @@ def scaled_matmul(
         out_dtype: bfloat16 or float32.
         promote: how many k a partial sum may span, a multiple of 128; None never promotes.
         config: tile sizes; by default those tuned for the shape.
+        factor: what the scaled product is multiplied with, in float32, before it is rounded to ``out_dtype``.
 
     Returns:
         [*batch, m, n]. Sizes need not fit the tiles, and may be 0. A ``vmap`` over ``lhs`` alone gives one product of
-        so many more rows; any other joins the batch.
+        so many more rows; any other, or one with a ``factor``, joins the batch.
 
     Raises:
         TypeError: for operands or an ``out_dtype`` of another dtype.
-        ValueError: for shapes that do not match, a bad ``promote``, or a ``config`` that takes too much shared memory.
+        ValueError: for shapes that do not match, a bad ``promote``, an estimator without a form for kernels, or a
+            ``config`` that takes too much shared memory.
 
     References:
         DeepSeek-V3 technical report, arXiv:2412.19437, §3.3.2 (the precision of FP8 sums on Hopper and promotion).
@@ -109,6 +135,7 @@ def scaled_matmul(
         _spread(scale, (*batch, size), name)
         for name, scale, size in (("lhs_scale", lhs_scale, m), ("rhs_scale", rhs_scale, n))
     ]
+    weight = () if factor is None else _weight(factor, (*batch, m, n))
     if math.prod((*batch, m, n, k)) == 0:
         return jnp.zeros((*batch, m, n), out_dtype)
     asked = config
@@ -128,19 +155,21 @@ def scaled_matmul(
 
     @jax.custom_batching.custom_vmap
     def product(*operands: Array) -> Array:
-        a, b, a_scale, b_scale = (x.reshape(math.prod(batch), *x.shape[len(batch) :]) for x in operands)
-        return _run(a, b, a_scale, b_scale, out_dtype, promote, config).reshape(*batch, m, n)
+        flat = [x.reshape(math.prod(batch), *x.shape[len(batch) :]) for x in operands]
+        return _run(*flat, out_dtype=out_dtype, promote=promote, config=config, factor=factor).reshape(*batch, m, n)
 
     @product.def_vmap
     def _(size: int, mapped: list[bool], *operands: Array) -> tuple[Array, bool]:
         again = functools.partial(scaled_matmul, out_dtype=out_dtype, promote=promote, config=asked)
-        a, b, a_scale, b_scale = operands
-        if not batch and not mapped[1] and not mapped[3]:  # many lhs and one rhs: so many more rows
+        a, b, a_scale, b_scale = operands[:4]
+        if not batch and not mapped[1] and not mapped[3] and factor is None:  # many lhs and one rhs: so many more rows
             a, a_scale = (_mapped(x, size, own) for x, own in ((a, mapped[0]), (a_scale, mapped[2])))
             return again(a.reshape(size * m, k), b, a_scale.reshape(size * m), b_scale).reshape(size, m, n), True
-        return again(*(_mapped(x, size, own) for x, own in zip(operands, mapped, strict=True))), True
+        whole = [_mapped(x, size, own) for x, own in zip(operands, mapped, strict=True)]
+        own = None if factor is None else dataclasses.replace(factor, weight=whole[4], reciprocal=whole[5])
+        return again(*whole[:4], factor=own), True
 
-    return product(lhs, rhs, *scales)
+    return product(lhs, rhs, *scales, *weight)
 
 
 def _mapped(x: Array, size: int, has_axis: bool) -> Array:
@@ -148,7 +177,17 @@ def _mapped(x: Array, size: int, has_axis: bool) -> Array:
     return x if has_axis else jnp.broadcast_to(x, (size, *x.shape))
 
 
-def _run(lhs: Array, rhs: Array, lhs_scale: Array, rhs_scale: Array, out_dtype, promote, config: GemmConfig) -> Array:
+def _run(
+    lhs: Array,
+    rhs: Array,
+    lhs_scale: Array,
+    rhs_scale: Array,
+    *weight: Array,
+    out_dtype,
+    promote,
+    config: GemmConfig,
+    factor: Factor | None,
+) -> Array:
     b, m, k = lhs.shape
     n = rhs.shape[1]
     m_tiles, n_tiles, k_tiles = (_up(s, t) // t for s, t in ((m, TILE_M), (n, config.tile_n), (k, TILE_K)))
@@ -156,18 +195,24 @@ def _run(lhs: Array, rhs: Array, lhs_scale: Array, rhs_scale: Array, out_dtype, 
     lhs, rhs = (_pad(_pad(x, -1, TILE_K), -2, 8) for x in (lhs, rhs))
     lhs_scale = _pad(lhs_scale, -1, TILE_M * (2 if config.cluster == "m" else 1))
     rhs_scale = _pad(rhs_scale, -1, config.tile_n * (2 if config.cluster == "n" else 1))
+    kernel_factor = None
+    if factor is not None:
+        kernel_factor = functools.partial(factor.estimator.kernel_factor, format=factor.format)
+        rows = TILE_M // gemm_device.CONSUMERS
+        weight = _pad(_pad(weight[0], -1, config.epilogue_n), -2, rows), _pad(weight[1], -1, config.epilogue_n)
     m_out, n_out = _up(m, 8), _up(n, config.epilogue_n)
     problem = gemm_device.Problem(
         batch=b, m_tiles=m_tiles, n_tiles=n_tiles, k_tiles=k_tiles,
         tile_m=TILE_M, tile_n=config.tile_n, tile_k=TILE_K, stages=config.stages,
         promote_tiles=k_tiles if promote is None else promote // TILE_K,
         group=config.group, minor="mn".index(config.minor), epilogue_n=config.epilogue_n,
-        cluster="mn".index(config.cluster) if config.cluster else None,
+        cluster="mn".index(config.cluster) if config.cluster else None, factor=kernel_factor,
     )  # fmt: skip
     blocks = min(core_count() // (2 if config.cluster else 1), b * math.prod(problem.clusters))
     out = gemm_device.launch(
-        lhs, rhs, lhs_scale, rhs_scale, shape=(b, m_out, n_out), dtype=out_dtype, problem=problem, blocks=blocks
-    )
+        lhs, rhs, lhs_scale, rhs_scale, *weight,
+        shape=(b, m_out, n_out), dtype=out_dtype, problem=problem, blocks=blocks,
+    )  # fmt: skip
     return out if out.shape[1:] == (m, n) else out[:, :m, :n]
 
 
@@ -185,6 +230,20 @@ def _check(lhs: Array, rhs: Array, out_dtype: np.dtype, promote: int | None) -> 
         )
     if promote is not None and (promote < TILE_K or promote % TILE_K):
         raise ValueError(f"promote={promote} must be a multiple of {TILE_K}, or None")
+
+
+def _weight(factor: Factor, shape: tuple[int, ...]) -> tuple[Array, Array]:
+    """The weight and its reciprocal scales [*batch, n], checked against the shape of the product."""
+    if not factor.estimator.has_kernel_form:
+        raise ValueError(
+            f"factor.estimator={factor.estimator!r} has no form for kernels; multiply the result with its factor"
+        )
+    weight = factor.weight
+    if weight.dtype not in WEIGHT_DTYPES:
+        raise TypeError(f"factor.weight has dtype {weight.dtype}; it must be float32, bfloat16 or float16")
+    if weight.shape != shape:
+        raise ValueError(f"factor.weight has shape {weight.shape}; it must be that of the product, {shape}")
+    return weight, _spread(factor.reciprocal, (*shape[:-2], shape[-1]), "factor.reciprocal")
 
 
 def _spread(scale: Array, shape: tuple[int, ...], name: str) -> Array:

@@ -7,6 +7,7 @@ One warpgroup copies tiles into shared memory and never stops between output til
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,9 @@ from fp4jax.kernels.device import interpreter
 CONSUMERS = 2  # warpgroups that multiply; the producer is one more
 PRODUCER_REGISTERS = 40
 CONSUMER_REGISTERS = 232  # 40 · 128 + 232 · 256 of the 65,536 of a multiprocessor
+PREFETCH = 24  # k tiles before the end of an output tile: 12 µs
+PREFETCH_PIECES = 16
+LOADED_AHEAD = 64  # columns of the weight; fewer beside sums of more than 192, so that registers suffice
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +42,7 @@ class Problem:
     minor: int  # that dimension: 0 for m, 1 for n
     epilogue_n: int
     cluster: int | None  # dimension along which two blocks form a cluster and share a copy: 0 for m, 1 for n, or None
+    factor: Callable | None  # f' of weight · reciprocal, float32, that the result is multiplied with
 
     @property
     def clusters(self) -> tuple[int, int]:
@@ -52,11 +57,12 @@ class Problem:
 
 
 def kernel(
-    lhs_gmem, rhs_gmem, lhs_scale_gmem, rhs_scale_gmem, out_gmem,
-    lhs_smem, rhs_smem, out_smem, full, empty, turns, *, problem: Problem,
+    lhs_gmem, rhs_gmem, lhs_scale_gmem, rhs_scale_gmem, *rest,
+    lhs_smem, rhs_smem, out_smem, full, empty, turns, problem: Problem,
 ):  # fmt: skip
     """Body of the kernel; copies past the ends of an operand read zeros, those past the ends of the result are lost."""
     p = problem
+    *factor_gmem, out_gmem = rest  # with a factor the weight [b, m, n] and its reciprocal scales [b, n]
     warpgroup = lax.axis_index("warpgroup")
 
     def tile_loop(body):
@@ -93,9 +99,20 @@ def kernel(
             for source, target, shared_along in copies:
                 axes = "peer" if p.cluster == shared_along else None
                 plgpu.copy_gmem_to_smem(source, target.at[slot], full.at[slot], collective_axes=axes)
+            if p.factor is not None:
+                prefetch_weight(batch, m, n, i - (p.k_tiles - PREFETCH))
             return _
 
         lax.fori_loop(0, p.k_tiles, load, None)
+
+    def prefetch_weight(batch, m, n, piece):
+        """Brings a few rows of the weight into L2, before consumers ask for them all at a time."""
+        rows = p.tile_m // PREFETCH_PIECES
+
+        @pl.when((piece >= 0) & (piece < PREFETCH_PIECES))
+        def _():
+            source = factor_gmem[0].at[batch, pl.ds(m + piece * rows, rows), pl.ds(n, p.tile_n)]
+            plgpu.async_prefetch(source)
 
     def consume(batch, m, n, first):
         rows = pl.ds(warpgroup * p.warpgroup_m, p.warpgroup_m)
@@ -145,7 +162,10 @@ def kernel(
         store(total, batch, m + warpgroup * p.warpgroup_m, n)
 
     def store(total, batch, m, n):
-        shape = (p.warpgroup_m, p.tile_n)
+        shape, chunks = (p.warpgroup_m, p.tile_n), p.tile_n // p.epilogue_n
+        ahead, loaded = max(1, min(LOADED_AHEAD, 256 - p.tile_n) // p.epilogue_n), []
+        if p.factor is not None:
+            loaded += [load_weight(batch, m, n + i * p.epilogue_n) for i in range(min(ahead, chunks))]
         lhs_scale = plgpu.load(
             lhs_scale_gmem.at[batch, pl.ds(m, p.warpgroup_m)], layout=plgpu.Layout.WGMMA.reduce(1), optimized=False
         )
@@ -153,16 +173,36 @@ def kernel(
             rhs_scale_gmem.at[batch, pl.ds(n, p.tile_n)], layout=plgpu.Layout.WGMMA.reduce(0), optimized=False
         )
         result = total * lax.broadcast_in_dim(lhs_scale, shape, (0,)) * lax.broadcast_in_dim(rhs_scale, shape, (1,))
-        result = result.astype(out_gmem.dtype)
-        for i in range(p.tile_n // p.epilogue_n):
+        if p.factor is None:
+            result = result.astype(out_gmem.dtype)
+        for i in range(chunks):
             slot = i % out_smem.shape[1]
+            chunk = result[:, i * p.epilogue_n : (i + 1) * p.epilogue_n]
+            if p.factor is not None:
+                if i + ahead < chunks:
+                    loaded.append(load_weight(batch, m, n + (i + ahead) * p.epilogue_n))
+                weight, reciprocal = loaded.pop(0)
+                u = weight * lax.broadcast_in_dim(reciprocal, chunk.shape, (1,))
+                chunk = (chunk * p.factor(u)).astype(out_gmem.dtype)
             plgpu.wait_smem_to_gmem(out_smem.shape[1] - 1, wait_read_only=True)
-            out_smem[warpgroup, slot] = result[:, i * p.epilogue_n : (i + 1) * p.epilogue_n]
+            out_smem[warpgroup, slot] = chunk
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(
                 out_smem.at[warpgroup, slot],
                 out_gmem.at[batch, pl.ds(m, p.warpgroup_m), pl.ds(n + i * p.epilogue_n, p.epilogue_n)],
             )
+
+    def load_weight(batch, m, n):
+        """A chunk of the weight in float32 and its reciprocal scales; of one outside, which is dropped, the last."""
+        weight_gmem, reciprocal_gmem = factor_gmem
+        shape = p.warpgroup_m, p.epilogue_n
+        m, n = (jnp.minimum(at, end - size) for at, end, size in zip((m, n), weight_gmem.shape[1:], shape, strict=True))
+        source = weight_gmem.at[batch, pl.ds(m, shape[0]), pl.ds(n, shape[1])]
+        weight = plgpu.load(source, layout=plgpu.Layout.WGMMA, optimized=False)
+        reciprocal = plgpu.load(
+            reciprocal_gmem.at[batch, pl.ds(n, shape[1])], layout=plgpu.Layout.WGMMA.reduce(0), optimized=False
+        )
+        return weight.astype(jnp.float32), reciprocal
 
     def producer():
         plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
@@ -183,9 +223,13 @@ def kernel(
     lax.cond(warpgroup == CONSUMERS, producer, consumer)
 
 
-def launch(lhs, rhs, lhs_scale, rhs_scale, *, shape, dtype, problem: Problem, blocks: int):
-    """Runs the kernel on ``blocks`` blocks or clusters; ``shape`` and ``dtype`` are those of the result [b, m, n]."""
-    p = problem
+def launch(*operands, shape, dtype, problem: Problem, blocks: int):
+    """Runs the kernel on ``blocks`` blocks or clusters; ``shape`` and ``dtype`` are those of the result [b, m, n].
+
+    ``operands`` are lhs, rhs and their scales, and with a factor the weight and its reciprocal scales: the weight's
+    rows a multiple of those of a consumer, its columns one of ``epilogue_n``.
+    """
+    p, (lhs, rhs) = problem, operands[:2]
 
     def tiled(shape, dtype):
         size = jnp.dtype(dtype).itemsize
@@ -216,6 +260,8 @@ def launch(lhs, rhs, lhs_scale, rhs_scale, *, shape, dtype, problem: Problem, bl
         num_threads=CONSUMERS + 1,
         thread_name="warpgroup",
         kernel_name="fp4jax_scaled_matmul",
+        # Logarithms and powers of two by one instruction each.
+        compiler_params=plgpu.CompilerParams(approx_math=p.factor is not None),
         interpret=interpreter(),
     )
-    return run(lhs, rhs, lhs_scale, rhs_scale)
+    return run(*operands)

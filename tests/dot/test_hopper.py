@@ -4,6 +4,7 @@ Quantizers run interpreted. Interpreting the product takes seconds, and Pallas d
 XLA's; ``tests/kernels`` compares the two.
 """
 
+import dataclasses
 import functools
 import re
 
@@ -17,6 +18,8 @@ from jax.sharding import PartitionSpec as P
 import fp4jax
 from fp4jax import kernels
 from fp4jax.dot import hopper
+from fp4jax.estimators import Estimator
+from fp4jax.exact import as_float32, multiply
 
 MATMUL = (((1,), (0,)), ((), ()))
 MARKS = ("fprop", "dgrad", "wgrad")
@@ -27,16 +30,26 @@ W = (0.1 * RNG.normal(size=(32, 24))).astype(np.float32)
 G = RNG.normal(size=(16, 24)).astype(jnp.bfloat16)
 
 
-def scaled(lhs, rhs, lhs_scale, rhs_scale, *, out_dtype):
+FUSED = []  # estimators whose factor a product was asked for
+
+
+def scaled(lhs, rhs, lhs_scale, rhs_scale, *, out_dtype, factor=None):
     lhs, rhs = lhs.astype(jnp.float32), rhs.astype(jnp.float32)
     out = jnp.einsum("...mk,...nk->...mn", lhs, rhs, precision="highest")
     out = out * (lhs_scale[..., None] if lhs_scale.ndim else lhs_scale)
-    return (out * (rhs_scale[..., None, :] if rhs_scale.ndim else rhs_scale)).astype(out_dtype)
+    out = out * (rhs_scale[..., None, :] if rhs_scale.ndim else rhs_scale)
+    if factor is not None:
+        FUSED.append(factor.estimator)
+        r = factor.reciprocal
+        u = multiply(as_float32(factor.weight), r[..., None, :] if r.ndim else r)
+        out = out * factor.estimator.factor(u, factor.format)
+    return out.astype(out_dtype)
 
 
 @pytest.fixture(autouse=True)
 def _products_by_xla(monkeypatch):
     hopper._marked.cache_clear()
+    FUSED.clear()
     monkeypatch.setattr(kernels, "scaled_matmul", scaled)
     yield
     hopper._marked.cache_clear()
@@ -136,6 +149,22 @@ def test_several_contracted_axes_and_scales_that_are_powers_of_two():
     assert_same(*both(lambda x, w, g, backend: value_and_gradients(x, w, g, backend, recipe, dims), x, w, g))
 
 
+@dataclasses.dataclass(frozen=True)
+class Tent(Estimator):
+    """No form for kernels."""
+
+    def factor(self, u, format):
+        return jnp.maximum(1 - jnp.abs(u), 0)
+
+
+@pytest.mark.parametrize("estimator", [fp4jax.STE(), fp4jax.DGE(), fp4jax.ClippedSTE(), Tent()], ids=repr)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_the_product_takes_the_factor_of_an_estimator_with_a_form_for_kernels(estimator, dtype):
+    recipe = dataclasses.replace(fp4jax.recipes.fp4_vector(), weight_estimator=estimator)
+    assert_same(*both(functools.partial(value_and_gradients, recipe=recipe), X, W.astype(dtype), G))
+    assert [estimator] * estimator.has_kernel_form == FUSED
+
+
 BATCHED = (((3,), (2,)), ((0, 1), (0, 1)))
 
 
@@ -215,6 +244,7 @@ def test_codes_and_sums_are_those_of_one_device(layout):
     # The exact quantile takes long to interpret. The row-parallel layout is split over all devices, rows and columns.
     recipe = fp4jax.recipes.fp4(alpha=0.9 if layout == "row-parallel" else None)
     results, text = on_mesh(recipe, LAYOUTS[layout])
+    assert not FUSED  # sums over devices come first
     for got, want, spec in zip(results, one_device(recipe), (LAYOUTS[layout][2], *LAYOUTS[layout][:2]), strict=True):
         assert got.sharding.is_equivalent_to(NamedSharding(got.sharding.mesh, spec), 2)
         np.testing.assert_array_equal(np.asarray(got), np.asarray(want))

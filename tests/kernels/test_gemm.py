@@ -1,13 +1,17 @@
 """The scaled FP8 product, interpreted on the CPU, against exact sums."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+import oracle
 import pytest
+import tolerances
 
-from fp4jax import kernels
+from fp4jax import DGE, STE, ClippedSTE, kernels
 from fp4jax.formats import E2M1
-from fp4jax.kernels import GemmConfig, gemm_device, scaled_matmul
+from fp4jax.kernels import Factor, GemmConfig, gemm_device, scaled_matmul
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 SMALL = GemmConfig(tile_n=64, stages=2, epilogue_n=32)
@@ -109,6 +113,109 @@ def test_a_vmap_is_one_launch(monkeypatch, axes, lhs_shape, rhs_shape):
     assert launches[-1] == (lhs_shape, rhs_shape)
     whole = [x if axis == 0 else np.stack([x[0]] * 2) for x, axis in zip(args, axes, strict=True)]
     np.testing.assert_array_equal(got, reference(*whole, np.float32))
+
+
+# --- with a factor ---------------------------------------------------------------------------------------------------
+
+
+def weight_of(shape, *, dtype=np.float32, scalar=False, seed=1):
+    """A weight with zeros, grid points and midpoints, and reciprocal scales."""
+    rng = np.random.default_rng(seed)
+    weight = 2 * rng.standard_normal(shape)
+    weight[..., ::5] = rng.choice([-6, -2.5, -0.0, 0.25, 0.5, 3, 5, 7], weight[..., ::5].shape)
+    reciprocal = rng.choice([0.5, 0.75, 1, 1, 2], () if scalar else (*shape[:-2], shape[-1]))
+    return weight.astype(dtype), np.float32(reciprocal)
+
+
+def times_factor(product, weight, reciprocal):
+    """In float64, but for u, which is rounded once."""
+    u = weight.astype(np.float32) * (reciprocal if reciprocal.ndim == 0 else reciprocal[..., None, :])
+    return product * oracle.dge_factor(u, oracle.FORMATS["E2M1"], 5.0, 3.0)
+
+
+def with_factor(*args, estimator=DGE(), **kwargs):
+    return scaled_matmul(*args[:4], factor=Factor(*args[4:], estimator, E2M1), **kwargs)
+
+
+def assert_close(got, want):
+    np.testing.assert_allclose(got, want, rtol=tolerances.DGE_KERNEL_FACTOR + tolerances.UNIT_ROUNDOFF["float32"])
+
+
+@pytest.mark.parametrize(
+    ("sizes", "dtype", "scalar", "cluster"),
+    [
+        ((1, 7, 40), np.float32, False, ""),
+        ((7, 129, 1), np.float16, True, ""),
+        ((127, 40, 129), jnp.bfloat16, False, ""),
+        ((129, 127, 40), np.float32, True, "m"),
+        ((200, 150, 300), np.float32, False, "n"),
+    ],
+    ids=str,
+)
+def test_a_factor_of_any_size(sizes, dtype, scalar, cluster):
+    args, (weight, reciprocal) = operands(*sizes), weight_of(sizes[:2], dtype=dtype, scalar=scalar)
+    with kernels.interpret(detect_races=True):
+        config = dataclasses.replace(SMALL, cluster=cluster)
+        got = jax.jit(lambda *a: with_factor(*a, out_dtype=jnp.float32, config=config))(*args, weight, reciprocal)
+    assert not kernels.races_found()
+    assert_close(got, times_factor(reference(*args, np.float32), weight, reciprocal))
+
+
+def test_a_factor_is_the_estimators_and_keeps_nan():
+    args, (weight, reciprocal) = operands(40, 24, 64), weight_of((40, 24))
+    weight[3, 4], reciprocal[7] = np.nan, np.nan
+    with kernels.interpret():
+        f = jax.jit(lambda *a: with_factor(*a, out_dtype=jnp.float32, estimator=ClippedSTE()))
+        clipped = np.asarray(f(*args, weight, reciprocal))
+        got = np.asarray(jax.jit(lambda *a: with_factor(*a, out_dtype=jnp.bfloat16))(*args, weight, reciprocal))
+    product, u = reference(*args, np.float32), weight * reciprocal
+    want = np.asarray(product * ClippedSTE().factor(jnp.asarray(u), E2M1))
+    np.testing.assert_array_equal(clipped, want)
+    np.testing.assert_array_equal(np.isnan(got), np.isnan(u))
+    exact = times_factor(product, np.nan_to_num(weight), np.nan_to_num(reciprocal))
+    keep = ~np.isnan(u)
+    np.testing.assert_allclose(
+        got[keep].astype(np.float32), exact[keep], rtol=tolerances.UNIT_ROUNDOFF["bfloat16"] * 1.01
+    )
+    grid, middle = np.isin(u, E2M1.grid), np.isin(u, (E2M1.grid[1:] + E2M1.grid[:-1]) / 2)
+    assert grid.any()
+    assert middle.any()
+    for where, value in ((grid, np.float32(1 / 5)), (middle, np.float32(3))):
+        np.testing.assert_array_equal(got[where], (product[where] * value).astype(jnp.bfloat16))
+
+
+@pytest.mark.parametrize(
+    "axes", [(0, None, 0, None, None, None), (0, 0, 0, 0, 0, 0), (None, None, None, None, 0, None)]
+)
+def test_a_factor_joins_the_batch_of_a_vmap(monkeypatch, axes):
+    launches, launch = [], gemm_device.launch
+
+    def recorded(*args, **kwargs):
+        launches.append([x.shape[0] for x in args])
+        return launch(*args, **kwargs)
+
+    monkeypatch.setattr(gemm_device, "launch", recorded)
+    args = (*operands(40, 24, 64, batch=(2,)), *weight_of((2, 40, 24)))
+    mapped = [x if axis == 0 else x[0] for x, axis in zip(args, axes, strict=True)]
+    with kernels.interpret():
+        got = jax.jit(jax.vmap(lambda *a: with_factor(*a, out_dtype=jnp.float32), axes))(*mapped)
+    assert launches[-1] == [2] * 6
+    whole = [x if axis == 0 else np.stack([x[0]] * 2) for x, axis in zip(args, axes, strict=True)]
+    assert_close(got, times_factor(reference(*whole[:4], np.float32), *whole[4:]))
+
+
+def test_errors_of_a_factor():
+    args, (weight, reciprocal) = operands(8, 16, 32), weight_of((8, 16))
+    with pytest.raises(ValueError, match=r"factor.estimator=STE\(\) has no form for kernels; multiply the result"):
+        with_factor(*args, weight, reciprocal, estimator=STE())
+    with pytest.raises(TypeError, match=r"factor.weight has dtype float64; it must be float32, bfloat16 or float16"):
+        with_factor(*args, weight.astype(np.float64), reciprocal)
+    with pytest.raises(
+        ValueError, match=r"factor.weight has shape \(16, 8\); it must be that of the product, \(8, 16\)"
+    ):
+        with_factor(*args, weight.T, reciprocal)
+    with pytest.raises(ValueError, match=r"factor.reciprocal has shape \(8,\); it must be a scalar or \(16,\)"):
+        with_factor(*args, weight, reciprocal[:8])
 
 
 @pytest.mark.parametrize("sizes", [(0, 8, 16), (8, 0, 16), (8, 8, 0)], ids=str)

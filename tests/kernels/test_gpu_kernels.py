@@ -5,11 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+import tolerances
 
 import fp4jax
 from fp4jax import kernels
 from fp4jax.dot import hopper, registry
-from fp4jax.kernels import GemmConfig, Wanted, order_statistics, quantize_rows, quantize_tiles, scaled_matmul
+from fp4jax.kernels import Factor, GemmConfig, Wanted, order_statistics, quantize_rows, quantize_tiles, scaled_matmul
 from fp4jax.kernels.quantizer import storage
 
 pytestmark = [
@@ -117,6 +118,45 @@ def test_products_of_clusters_are_exact(cluster):
     config, one = GemmConfig(tile_n=192, epilogue_n=32, cluster=cluster), jnp.float32(1)
     got = jax.jit(lambda a, b: scaled_matmul(a, b, one, one, out_dtype=jnp.float32, config=config))(lhs, rhs)
     np.testing.assert_array_equal(np.asarray(got), (lhs.astype(np.float64) @ rhs.astype(np.float64).T))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize(
+    ("sizes", "config"),
+    [
+        ((1, 7, 40), None),
+        ((129, 127, 4000), None),
+        ((2048, 1088, 8192), None),
+        ((1000, 700, 1300), GemmConfig(tile_n=192, epilogue_n=32, cluster="m")),
+        ((1000, 700, 1300), GemmConfig(tile_n=192, epilogue_n=32, cluster="n")),
+    ],
+    ids=str,
+)
+def test_products_times_the_factor_of_a_weight(sizes, config, dtype):
+    """Against exact sums and the factor in float64; exact at midpoints and on the grid; subnormal weights count."""
+    m, n, k = sizes
+    rng = np.random.default_rng(8)
+    lhs, rhs = rng.choice(GRID, (m, k)).astype(E4M3), rng.choice(GRID, (n, k)).astype(E5M2)
+    weight = 2 * rng.standard_normal((m, n))
+    weight[:, ::5] = rng.choice([-6, -2.5, -0.0, 0.25, 0.5, 3, 5, 7], weight[:, ::5].shape)
+    reciprocal = rng.choice([0.5, 0.75, 1, 1, 2], n).astype(np.float32)
+    tiny = dict.fromkeys((jnp.float32, jnp.bfloat16), 2.0**-126) | {jnp.float16: 2.0**-14}
+    weight[:, -1], reciprocal[-1] = weight[:, -1] * tiny[dtype] / 8, 8 / tiny[dtype]
+    weight, one = weight.astype(dtype), jnp.float32(1)
+
+    def f(lhs, rhs, weight, reciprocal):
+        factor = Factor(weight, reciprocal, fp4jax.DGE(), fp4jax.E2M1)
+        return scaled_matmul(lhs, rhs, one, one, out_dtype=jnp.float32, config=config, factor=factor)
+
+    got = np.asarray(jax.jit(f)(lhs, rhs, weight, reciprocal))
+    product, u = lhs.astype(np.float64) @ rhs.astype(np.float64).T, weight.astype(np.float32) * reciprocal
+    want = product * oracle.dge_factor(u, oracle.FORMATS["E2M1"], 5.0, 3.0)
+    rtol = tolerances.DGE_KERNEL_FACTOR + tolerances.UNIT_ROUNDOFF["float32"]
+    np.testing.assert_allclose(got, want, rtol=rtol)
+    for points, factor in ((GRID, np.float32(1 / 5)), ((GRID[1:] + GRID[:-1]) / 2, np.float32(3))):
+        where = np.isin(u, points)
+        assert where.any()
+        np.testing.assert_array_equal(got[where], product[where].astype(np.float32) * factor)
 
 
 @pytest.mark.parametrize("shape", [(512, 4096), (129, 127)], ids=str)

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 import fp4jax
 from fp4jax import kernels
 from fp4jax.kernels import (
+    Factor,
     GemmConfig,
     QuantizerConfig,
     Wanted,
@@ -73,6 +74,19 @@ def test_products(case):
         ((m, k), jnp.float8_e4m3fn), ((n, k), jnp.float8_e5m2), ((m,), jnp.float32), ((n,), jnp.float32),
     )  # fmt: skip
     assert "mosaic_gpu" in text
+
+
+@pytest.mark.parametrize("case", [case for case in shipped() if case[1] == "float32"], ids=str)
+def test_products_with_a_factor(case):
+    (m, n, k), out_dtype, promote, config = case
+    dtype, reciprocal = (jnp.bfloat16, ()) if config is None else (jnp.float32, (n,))
+
+    def f(a, b, w, r):
+        factor, one = Factor(w, r, fp4jax.DGE(), fp4jax.E2M1), jnp.float32(1)
+        return scaled_matmul(a, b, one, one, out_dtype=out_dtype, promote=promote, config=config, factor=factor)
+
+    shapes = ((m, k), jnp.float8_e4m3fn), ((n, k), jnp.float8_e5m2), ((m, n), dtype), (reciprocal, jnp.float32)
+    assert "mosaic_gpu" in lower(f, *shapes)
 
 
 @pytest.mark.parametrize("shape", [(16384, 4096), (512, 11008), (129, 127)], ids=str)
