@@ -182,6 +182,7 @@ def kernel(
                 if i + ahead < chunks:
                     loaded.append(load_weight(batch, m, n + (i + ahead) * p.epilogue_n))
                 weight, reciprocal = loaded.pop(0)
+                # Subnormal weights count here, but read as 0 where XLA's CPU code interprets this.
                 u = weight * lax.broadcast_in_dim(reciprocal, chunk.shape, (1,))
                 chunk = (chunk * p.factor(u)).astype(out_gmem.dtype)
             plgpu.wait_smem_to_gmem(out_smem.shape[1] - 1, wait_read_only=True)

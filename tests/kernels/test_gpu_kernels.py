@@ -141,7 +141,7 @@ def test_products_times_the_factor_of_a_weight(sizes, config, dtype):
     weight[:, ::5] = rng.choice([-6, -2.5, -0.0, 0.25, 0.5, 3, 5, 7], weight[:, ::5].shape)
     reciprocal = rng.choice([0.5, 0.75, 1, 1, 2], n).astype(np.float32)
     tiny = dict.fromkeys((jnp.float32, jnp.bfloat16), 2.0**-126) | {jnp.float16: 2.0**-14}
-    weight[:, -1], reciprocal[-1] = weight[:, -1] * tiny[dtype] / 8, 8 / tiny[dtype]
+    weight[:, -1], reciprocal[-1] = weight[:, -1] * tiny[dtype] / 4, 2 / tiny[dtype]
     weight, one = weight.astype(dtype), jnp.float32(1)
 
     def f(lhs, rhs, weight, reciprocal):
@@ -155,7 +155,7 @@ def test_products_times_the_factor_of_a_weight(sizes, config, dtype):
     np.testing.assert_allclose(got, want, rtol=rtol)
     for points, factor in ((GRID, np.float32(1 / 5)), ((GRID[1:] + GRID[:-1]) / 2, np.float32(3))):
         where = np.isin(u, points)
-        assert where.any()
+        assert where.any() or m == 1
         np.testing.assert_array_equal(got[where], product[where].astype(np.float32) * factor)
 
 
