@@ -94,7 +94,11 @@ def clamp_outliers(x: Array, occ: OCC, *, axis: Axis) -> tuple[Array, Array]:
 
 
 def clip(x: Array, lo: Array, hi: Array) -> Array:
-    """x where lo ≤ x ≤ hi, else the bound passed; NaN stays."""
+    """x where lo ≤ x ≤ hi, else the bound passed; NaN stays, and zeros keep their sign.
+
+    What is clamped to zero gets the sign of the side it came from, whichever zero sorting put at the bound.
+    """
+    lo, hi = jnp.where(lo == 0, jnp.float32(-0.0), lo), jnp.where(hi == 0, jnp.float32(0.0), hi)
     return jnp.where(x < lo, lo, jnp.where(x > hi, hi, x))
 
 
@@ -152,9 +156,10 @@ def _sampled(x: Array, alpha: float, axes: tuple[int, ...], names: tuple[AxisNam
 
 
 def _to_key(x: Array) -> Array:
-    """int32 keys in the order of the floats; those of a 16-bit type lie in [-2¹⁵, 2¹⁵)."""
+    """int32 keys in the order of the floats, NaN of either sign last; those of a 16-bit type lie in [-2¹⁵, 2¹⁵)."""
     integer = jnp.int32 if x.dtype == jnp.float32 else jnp.int16
     bits = lax.bitcast_convert_type(x, integer).astype(jnp.int32)
+    bits = jnp.where(jnp.isnan(x), bits & jnp.iinfo(integer).max, bits)
     return jnp.where(bits < 0, bits ^ jnp.iinfo(integer).max, bits)
 
 
@@ -168,6 +173,8 @@ def order_statistics(
     x: Array, ranks: tuple[int, ...], axes: tuple[int, ...], names: tuple[AxisName, ...] = ()
 ) -> list[Array]:
     """The values that would stand at ``ranks`` were ``x`` sorted along ``axes``; counts, so it never sorts or gathers.
+
+    NaN sorts last, as in ``jnp.sort``; of zeros either may come back.
 
     Args:
         x: float32, bfloat16 or float16, any shape but empty.

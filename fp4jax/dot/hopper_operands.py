@@ -50,16 +50,21 @@ class Operand(NamedTuple):
 
 
 @jax.named_scope("quantile")
-def thresholds(x: Array, occ: OCC, names: split.Names) -> tuple[Array, Array]:
-    """lo and hi as the xla backend has them, float32 scalars; over the mesh axes that split x."""
+def thresholds(x: Array, occ: OCC, names: split.Names) -> tuple[tuple[Array, Array], Any]:
+    """lo and hi of a matrix as the xla backend has them, float32 scalars, over the mesh axes that split x; and what
+    counting found of the extremes of its rows, or None.
+    """
     from fp4jax import kernels
 
     n = math.prod(x.shape) * math.prod(lax.axis_size(name) for name in names)
+    extremes = None
     if occ.quantile == "exact" and n:
-        lo, hi = (as_float32(v) for v in kernels.order_statistics(x, outliers.ranks(occ.alpha, n), names=names))
+        ranks = outliers.ranks(occ.alpha, n)
+        found, extremes = kernels.quantile.order_statistics_and_extremes(x, ranks, names=names)
+        lo, hi = (as_float32(v) for v in found)
     else:
         lo, hi = outliers.thresholds(x, dataclasses.replace(occ, axis_name=names or None), (-1,))
-    return lo.reshape(()), hi.reshape(())
+    return (lo.reshape(()), hi.reshape(())), extremes
 
 
 @jax.custom_batching.custom_vmap
@@ -113,14 +118,19 @@ def _activation(
 
     batch, per_tensor = x.ndim - 2, isinstance(spec.granularity, PerTensor)
     names = rows + cols + (BATCH,) * batch
-    bounds = None if occ is None else thresholds(x.reshape(math.prod(x.shape[:-1]), x.shape[-1]), occ, rows + cols)
+    bounds = extremes = None
+    if occ is not None:
+        bounds, extremes = thresholds(x.reshape(math.prod(x.shape[:-1]), x.shape[-1]), occ, rows + cols)
+        extremes = jax.tree.map(lambda vector: vector.reshape(x.shape[:-1]), extremes)
 
-    def quantize(x):
+    def quantize(x, extremes):
         if per_tensor:
             return kernels.quantize_tiles(x, spec, (kernels.Wanted(None, transposed=True, key=key, names=names),))[0]
-        return kernels.quantize_rows(x, spec, thresholds=bounds, occ=occ, transpose=True, key=key, names=cols)
+        return kernels.quantize_rows(
+            x, spec, thresholds=bounds, occ=occ, transpose=True, key=key, names=cols, extremes=extremes
+        )
 
-    return _each(quantize, batch, 0, _axes_of(per_tensor))(x)
+    return _each(quantize, batch, 0, _axes_of(per_tensor))(x, extremes)
 
 
 def _weight(w: Array, spec: QuantSpec, rows: split.Names, cols: split.Names, key: Key | None) -> Any:

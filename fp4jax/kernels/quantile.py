@@ -1,12 +1,14 @@
-"""Exact order statistics of a whole BF16 or FP16 tensor on one GPU, mostly in one or two readings of it.
+"""Exact order statistics of a whole BF16 or FP16 tensor on one GPU, mostly in one reading of it.
 
-A sorted sample of 2¹⁸ values brackets each rank to a few of the 2¹⁶ possible values. One reading counts the values
-below the bracket and at six places inside; it decides the rank, or leaves a bracket six times narrower for another
-reading. Whatever the sample says, the answer is that of counting: a rank outside its bracket is bisected.
+The histogram of a sample of 2¹⁸ values brackets each rank to a few of the 2¹⁶ possible values. One reading counts the
+values at or above seven thresholds from there on, which decides the rank, or leaves a bracket a sixth as wide for
+another reading. Whatever the sample says, the answer is that of counting: a rank outside its bracket is bisected.
 """
 
+import dataclasses
 import functools
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,34 +17,33 @@ import numpy as np
 from jax import lax
 
 from fp4jax import outliers
-from fp4jax.kernels.device import triton_call
-from fp4jax.kernels.quantile_device import (
-    BINS,
-    CHUNK,
-    CHUNKS,
-    HIGHEST,
-    INNER,
-    LOWEST,
-    count_kernel,
-    finish_kernel,
-    key_of,
-    width_shift,
-)  # fmt: skip
+from fp4jax.kernels import quantile_device as device
+from fp4jax.kernels.device import interpreting, triton_call
 from fp4jax.typing import Array, AxisName
 
 DTYPES = (np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16), np.dtype(np.float32))
-SAMPLES = 2**18
+SAMPLES = 2**19
+SORTED = 2**13  # values up to which sorting is as good
 _SIGMAS = 4  # half width of a bracket, in standard deviations of the rank of a sampled value
+_ROWS, _COLS, _UNROLL = 4, 128, 4  # of a tile; tiles an iteration
+_FLAT = 2048  # columns that a tensor of any shape is given
+
+
+class RowExtremes(NamedTuple):
+    """The largest value of each row of a matrix, and the negated smallest one; float32 [m], NaN if the row has any."""
+
+    top: Array
+    bottom: Array
 
 
 def order_statistics(x: Array, ranks: tuple[int, int], *, names: tuple[AxisName, ...] = ()) -> tuple[Array, Array]:
-    """The two values that would stand at ``ranks`` were all of ``x`` sorted; equal to sorting, bit for bit.
+    """The two values that would stand at ``ranks`` were all of ``x`` sorted; equal to ``jnp.sort``.
 
     The kernels read 16-bit values of one device. Others are counted by the reference, a reading a bit
     (``fp4jax.outliers.order_statistics``).
 
     Args:
-        x: bfloat16, float16 or float32, any shape but empty. NaN sorts last, or first if its sign bit is set.
+        x: bfloat16, float16 or float32, any shape but empty. NaN sorts last.
         ranks: static positions in the sorted order.
         names: manual mesh axes over which the values are split, inside a ``jax.shard_map(check_vma=False)``; ranks are
             those among all of them.
@@ -54,6 +55,18 @@ def order_statistics(x: Array, ranks: tuple[int, int], *, names: tuple[AxisName,
         TypeError: for another dtype.
         ValueError: for a rank out of range, or 2³¹ values or more.
     """
+    return order_statistics_and_extremes(x, ranks, names=names)[0]
+
+
+def order_statistics_and_extremes(
+    x: Array, ranks: tuple[int, int], *, names: tuple[AxisName, ...] = ()
+) -> tuple[tuple[Array, Array], RowExtremes | None]:
+    """``order_statistics``, and of a matrix the extremes of its rows, where the reading that counts finds them too.
+
+    Returns:
+        Two scalars, and extremes or None: of what is no matrix, is 32 bits wide or small, or whose sides are no
+        multiples of 16 and 128.
+    """
     x = jnp.asarray(x)
     n = math.prod(x.shape) * math.prod(lax.axis_size(name) for name in names)
     if x.dtype not in DTYPES:
@@ -62,26 +75,72 @@ def order_statistics(x: Array, ranks: tuple[int, int], *, names: tuple[AxisName,
         raise ValueError(f"ranks={ranks} must be two positions in the {n} values of x")
     if n >= 2**31:
         raise ValueError(f"an exact quantile of {n} values overflows its int32 counts; use OCC(quantile='sampled')")
-    flat = x.reshape(-1)
     if names or x.dtype == np.float32:
-        first, second = outliers.order_statistics(flat, ranks, (-1,), names)
-        return first.reshape(()).astype(x.dtype), second.reshape(()).astype(x.dtype)
-    low, high = _brackets(flat, ranks)
-    if n % CHUNK:  # with what sorts last
-        last = lax.bitcast_convert_type(jnp.int16(HIGHEST), x.dtype)
-        flat = jnp.concatenate([flat, jnp.broadcast_to(last, (-n % CHUNK,))])
-    wanted = jnp.asarray(ranks, jnp.int32)
-    for reading in range(_readings(ranks, n, jnp.finfo(x.dtype).nmant)):
-        low, high = _narrow(flat, low, high, wanted, reading == 0)
-    keys = triton_call(
-        functools.partial(finish_kernel, chunks=flat.size // CHUNK),
+        first, second = outliers.order_statistics(x.reshape(-1), ranks, (-1,), names)
+        return (first.reshape(()).astype(x.dtype), second.reshape(()).astype(x.dtype)), None
+    if n <= SORTED:
+        ordered = jnp.sort(x.reshape(-1))
+        return (ordered[ranks[0]] + jnp.zeros((), x.dtype), ordered[ranks[1]] + jnp.zeros((), x.dtype)), None
+    needs = tuple(n - rank for rank in ranks)
+    survey = survey_of(x.shape, needs)
+    if survey is None:  # cut up otherwise, with values that no threshold counts
+        padding = -n % (_ROWS * _FLAT)
+        flat = jnp.pad(x.reshape(-1), (0, padding), constant_values=-np.inf) if padding else x.reshape(-1)
+        matrix = flat.reshape(-1, _FLAT)
+        survey = survey_of(matrix.shape, needs, extremes=False)
+        assert survey is not None
+    else:
+        matrix, padding = x, 0
+    readings = _readings(ranks, n, jnp.finfo(x.dtype).nmant)
+    bracket, work = _brackets(matrix.reshape(-1), n, ranks, readings)
+    found = []
+    for reading in range(readings):
+        problem = dataclasses.replace(survey, reading=reading, extremes=survey.extremes and reading == 0)
+        bracket, work, *rows = _survey(matrix, problem, bracket, work)
+        found += rows
+    chunks = matrix.size // device.TILE
+    problem = dataclasses.replace(survey, reading=readings)
+    bits = triton_call(
+        functools.partial(device.finish_kernel, problem=problem, chunks=chunks, padding=padding),
         jax.ShapeDtypeStruct((2,), jnp.int32),
-        flat, low, high, wanted,
+        matrix.reshape(-1), bracket, work,
         name="fp4jax_quantile_finish", warps=8,
     )  # fmt: skip
-    bits = jnp.where(keys < 0, keys ^ HIGHEST, keys).astype(jnp.int16)
-    values = lax.bitcast_convert_type(bits, x.dtype)
-    return values[0], values[1]
+    values = lax.bitcast_convert_type(bits.astype(jnp.int16), x.dtype)
+    return (values[0], values[1]), RowExtremes(*found) if found else None
+
+
+def survey_of(shape: tuple[int, ...], needs: tuple[int, ...], *, extremes: bool = True) -> device.Survey | None:
+    """How a matrix of 16-bit values is read; None where its sides are no multiples of a tile's."""
+    if len(shape) != 2 or shape[1] % _COLS or shape[0] % _ROWS:
+        return None
+    m, chunks = shape[0], shape[1] // _COLS
+    if extremes and m % 16:
+        return None
+    most = min(device.LARGEST_COUNT // chunks, device.LARGEST_PROGRAM // (_ROWS * shape[1]))
+    groups = next((g for g in (4, 2, 1) if m % (_ROWS * g) == 0 and g <= most), None)
+    if groups is None:
+        return None
+    unroll = 1 if interpreting() else min(_UNROLL, chunks)
+    return device.Survey(_ROWS, _COLS, groups, chunks, unroll, needs, 0, extremes)
+
+
+def row_extremes(x: Array) -> RowExtremes | None:
+    """The extremes of the rows of a matrix, or None as in ``order_statistics_and_extremes``."""
+    survey = None if x.dtype == np.float32 else survey_of(x.shape, ())
+    return None if survey is None else RowExtremes(*_survey(x, survey))
+
+
+def _survey(x: Array, problem: device.Survey, *state: Array) -> tuple[Array, ...]:
+    """Runs one reading; ``state`` is the bracket and the counters, which come back changed, before the extremes."""
+    rows = [jax.ShapeDtypeStruct((x.shape[0],), jnp.float32)] * (2 * problem.extremes)
+    return triton_call(
+        functools.partial(device.survey_kernel, problem=problem),
+        [*(jax.ShapeDtypeStruct(s.shape, s.dtype) for s in state), *rows],
+        x, *state,
+        name="fp4jax_survey", grid=(x.shape[0] // (problem.rows * problem.groups),),
+        aliases={2: 1} if state else {},
+    )  # fmt: skip
 
 
 def _stride(n: int) -> int:
@@ -89,20 +148,36 @@ def _stride(n: int) -> int:
     return -(-n // SAMPLES) | 1
 
 
-def _brackets(flat: Array, ranks: tuple[int, int]) -> tuple[Array, Array]:
-    """Keys between which the ranks probably lie, from a strided sample; int32 [2] each."""
-    n = flat.size
+def _brackets(flat: Array, n: int, ranks: tuple[int, int], readings: int) -> tuple[Array, Array]:
+    """Keys between which the ranks probably lie, int32 [4], from a strided sample; and the counters, the rest zeros."""
     stride = _stride(n)
-    sample = lax.sort(key_of(flat[::stride]).astype(jnp.int16), is_stable=False)
-    size = sample.size
-    ends = []
+    programs = ((n - 1) // stride + 1) // device.SAMPLED
+    size = programs * device.SAMPLED
+    work = jnp.zeros(device.BINS + readings * device.COUNTERS, jnp.float32)
+    if interpreting():  # which would count equal keys once
+        keys = device.key_of(flat[: (size - 1) * stride + 1 : stride])
+        work = work.at[device.counter_of(keys)].add(1)
+    else:
+        work = triton_call(
+            functools.partial(device.histogram_kernel, stride=stride),
+            jax.ShapeDtypeStruct(work.shape, work.dtype),
+            flat, work,
+            name="fp4jax_quantile_histogram", grid=(programs,), warps=8, aliases={1: 0},
+        )  # fmt: skip
+    places = []
     for rank in ranks:
         share = (rank + 0.5) / n
-        spread = _SIGMAS * math.sqrt(share * (1 - share) * size) + 1 if stride > 1 else 0
+        left_out = n - size if stride == 1 else 0  # at the end of a small tensor
+        spread = left_out + 1 if stride == 1 else _SIGMAS * math.sqrt(share * (1 - share) * size) + 1
         center = share * size - 0.5
-        ends.append((max(int(center - spread), 0), min(math.ceil(center + spread), size - 1)))
-    keys = sample[np.asarray(ends)].astype(jnp.int32)
-    return keys[:, 0], keys[:, 1]
+        places += [max(int(center - spread), 0), min(math.ceil(center + spread), size - 1)]
+    keys = triton_call(
+        functools.partial(device.brackets_kernel, places=tuple(places)),
+        jax.ShapeDtypeStruct((4,), jnp.int32),
+        work,
+        name="fp4jax_quantile_brackets", grid=(4,), warps=16,
+    )  # fmt: skip
+    return keys, work
 
 
 def _readings(ranks: tuple[int, int], n: int, mantissa_bits: int) -> int:
@@ -116,27 +191,4 @@ def _readings(ranks: tuple[int, int], n: int, mantissa_bits: int) -> int:
     size = -(-n // _stride(n))
     tail = min(min(rank + 1, n - rank) for rank in ranks) / n
     spread = 2 * _SIGMAS * math.sqrt((1 - tail) / (tail * size))
-    return max(2, math.ceil(math.log(2**mantissa_bits * math.log2(1 + spread), INNER)))
-
-
-def _narrow(flat: Array, low: Array, high: Array, ranks: Array, first: bool) -> tuple[Array, Array]:
-    """One reading: the brackets that are left. The first checks what the sample says, even of a bracket of one key."""
-    total = flat.size // CHUNK
-    chunks = math.gcd(total, CHUNKS)
-    counts = triton_call(
-        functools.partial(count_kernel, chunks=chunks, always=first),
-        jax.ShapeDtypeStruct((total // chunks, 2, BINS), jnp.int32),
-        flat, low, high,
-        name="fp4jax_quantile_count", grid=(total // chunks,),
-    )  # fmt: skip
-    running = jnp.cumsum(jnp.sum(counts, axis=0, dtype=jnp.int32), axis=1)
-    place = jnp.sum((running <= ranks[:, None]).astype(jnp.int32), axis=1)  # the bin that holds the rank
-    shift = width_shift(low, high)
-    start = low + ((place - 1) << shift)
-    below, above = place == 0, place == BINS - 1
-    new_low = jnp.where(below, LOWEST, jnp.where(above, jnp.minimum(low + (INNER << shift), HIGHEST), start))
-    new_high = jnp.where(below, low - 1, jnp.where(above, HIGHEST, start + (1 << shift) - 1))
-    if first:
-        return new_low, new_high
-    closed = low >= high
-    return jnp.where(closed, low, new_low), jnp.where(closed, high, new_high)
+    return max(2, math.ceil(math.log(2**mantissa_bits * math.log2(1 + spread), device.INNER)))

@@ -7,6 +7,7 @@ row, one a column or one a tensor, stored by ``AbsMax`` or ``PowerOfTwo``.
 
 import dataclasses
 import functools
+import math
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -16,18 +17,21 @@ import numpy as np
 from jax import lax
 
 from fp4jax.formats import E4M3, E5M2, FloatFormat
-from fp4jax.kernels.device import core_count, interpreting, triton_call
+from fp4jax.kernels.device import triton_call
+from fp4jax.kernels.quantile import RowExtremes, row_extremes
 from fp4jax.kernels.quantizer_device import (
+    Extremes,
     Rows,
     Rule,
     Stream,
     Tiles,
     amax_kernel,
+    bits_of,
+    bounds_of,
     float_of,
     rows_kernel,
     tiles_kernel,
 )  # fmt: skip
-from fp4jax.kernels.strips_device import Strips, strips_kernel
 from fp4jax.outliers import OCC
 from fp4jax.quantize import QuantSpec
 from fp4jax.rounding import NEAREST_EVEN, STOCHASTIC, TIES_UP
@@ -35,8 +39,7 @@ from fp4jax.scaling import AbsMax, PowerOfTwo, Scales
 from fp4jax.typing import Array, Key
 
 _ROUNDINGS = (NEAREST_EVEN, TIES_UP, STOCHASTIC)
-SCALE_ROWS, SCALE_COLS = 8, 512  # what a program that scales rows reads at a time
-IN_FLIGHT = 12 * 2**20  # bytes that are scaled ahead; an H200 has 60 MB of L2
+SPAN = 8  # tiles side by side of which one program looks for maxima
 _DTYPES = (np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16))
 
 
@@ -81,6 +84,9 @@ class QuantizerConfig:
             size = getattr(self, name)
             if size < 1 or size & (size - 1):
                 raise ValueError(f"{name}={size} must be a power of two")
+
+
+MAXIMA = QuantizerConfig(32, 128, 4)  # tiles of which maxima are looked for
 
 
 def storage(format: FloatFormat) -> np.dtype:
@@ -183,12 +189,13 @@ def quantize_rows(
     transpose: bool = False,
     key: Key | None = None,
     names: tuple[str, ...] = (),
+    extremes: RowExtremes | None = None,
     config: QuantizerConfig | None = None,
 ) -> Quantized:
     """Quantizes each row of ``x`` under a scale of its own, reading it from memory once.
 
-    Inside a ``shard_map`` in which mesh axes ``names`` split the rows' entries, it reads twice: for the maxima, which
-    devices then agree on (four bytes a row), and for the values.
+    With ``transpose``, or inside a ``shard_map`` in which mesh axes ``names`` split the rows' entries, it reads twice:
+    for the maxima, on which devices then agree (four bytes a row), and for the values. ``extremes`` spare the first.
 
     Args:
         x: float32, bfloat16 or float16 [m, n].
@@ -199,6 +206,7 @@ def quantize_rows(
         transpose: also write the values transposed.
         key: for stochastic rounding, of Threefry; elements draw what ``fp4jax.quantize`` draws for them.
         names: mesh axes over which the entries of a row are split.
+        extremes: of the rows, if known.
         config: tile sizes.
 
     Returns:
@@ -215,59 +223,34 @@ def quantize_rows(
     if m * n == 0:
         empty = jnp.zeros((m, n), dtype)
         return Quantized(empty, empty.T if transpose else None, jnp.ones((m,), jnp.float32))
-    if names:
+    bounds = None if thresholds is None or occ is None else jnp.stack([t.reshape(()) for t in thresholds])
+    if names or transpose:
         wanted = Wanted(0, fold, None if fold is None else 0, transposed=transpose, key=key, names=names)
-        bounds = None if thresholds is None or occ is None else jnp.stack([t.reshape(()) for t in thresholds])
-        return _tiles(x, spec, (wanted,), rule, bounds, config)[0]
-    if config is None and not transpose:
-        config = QuantizerConfig(1, 4096, 2)
-    elif config is None:  # drawing noise takes the arithmetic of more threads
-        config = QuantizerConfig(128, 128, 8, packed=4) if spec.rounding == STOCHASTIC else QuantizerConfig(64, 128, 4)
+        if config is None and spec.rounding == STOCHASTIC:  # drawing noise takes the arithmetic of more threads
+            config = QuantizerConfig(128, 128, 8, packed=4)
+        return _tiles(x, spec, (wanted,), rule, bounds, config, extremes)[0]
+    config = QuantizerConfig(1, 4096, 2) if config is None else config
     rows, cols = _fit(m, config.rows), _fit(n, config.cols)
     padded = _padded(x, rows, cols)
     height, width = padded.shape
     operands = [padded]
     if fold is not None:
         operands.append(jnp.pad(fold, (0, height - m)))
-    if thresholds is not None and occ is not None:
-        operands.append(jnp.stack([t.reshape(()) for t in thresholds]))
+    if bounds is not None:
+        operands.append(bounds)
     operands += _key_data(key, spec)
     values = jax.ShapeDtypeStruct((height, width), dtype)
     vector = jax.ShapeDtypeStruct((height,), jnp.float32)
-    if not transpose:
-        problem = Rows(rows, cols, width // cols, n, rule, fold is not None)
-        values, scale = triton_call(
-            functools.partial(rows_kernel, problem=problem), [values, vector], *operands,
-            name="fp4jax_quantize_rows", grid=(height // rows,), warps=config.warps,
-        )  # fmt: skip
-        return Quantized(_cut(values, m, n), None, _cut(scale, m))
-    problem = _strips(height, width, rows, cols, n, rule, fold is not None, _packed(config, rows), x.dtype.itemsize)
-    counters = jnp.zeros(1 + problem.strips, jnp.int32)
-    transposed = jax.ShapeDtypeStruct((width, height), dtype)
-    values, transposed, scale, *_ = triton_call(
-        functools.partial(strips_kernel, problem=problem),
-        [values, transposed, vector, vector, jax.ShapeDtypeStruct(counters.shape, jnp.int32)],
-        *operands, counters,
-        name="fp4jax_quantize_rows_and_transpose", grid=(problem.programs,), warps=config.warps,
-        aliases={len(operands): 4},
+    problem = Rows(rows, cols, width // cols, n, rule, fold is not None)
+    values, scale = triton_call(
+        functools.partial(rows_kernel, problem=problem), [values, vector], *operands,
+        name="fp4jax_quantize_rows", grid=(height // rows,), warps=config.warps,
     )  # fmt: skip
-    return Quantized(_cut(values, m, n), _cut(transposed, n, m), _cut(scale, m))
+    return Quantized(_cut(values, m, n), None, _cut(scale, m))
 
 
 def _packed(config: QuantizerConfig, rows: int) -> int:
     return config.packed if rows % config.packed == 0 else 1
-
-
-def _strips(
-    m: int, n: int, rows: int, cols: int, width: int, rule: Rule, folded: bool, packed: int, itemsize: int
-) -> Strips:
-    """Scaling runs about IN_FLIGHT bytes ahead, and no less than the programs that may run at a time."""
-    unit = min(n & -n, SCALE_COLS)
-    scale_rows, scale_cols = min(rows, SCALE_ROWS), SCALE_COLS if n >= SCALE_COLS else unit
-    programs = rows // scale_rows + n // cols
-    lag = max(IN_FLIGHT // (rows * n * itemsize), -(-8 * core_count() // programs), 1)
-    lag = min(lag, m // rows)
-    return Strips(m, n, rows, cols, scale_rows, scale_cols, unit, lag, width, rule, folded, packed, interpreting())
 
 
 # --- scales known beforehand: columns, tensors, and gradients with a scale folded in -----------------------------
@@ -329,8 +312,11 @@ def _tiles(
     rule: Rule,
     bounds: Array | None,
     config: QuantizerConfig | None,
+    extremes: RowExtremes | None = None,
 ) -> list[Quantized]:
-    """``quantize_tiles``, of which ``rule`` clamps at ``bounds`` (lo and hi) where those are given."""
+    """``quantize_tiles``, of which ``rule`` clamps at ``bounds`` (lo and hi) where those are given; those of the rows
+    may be known.
+    """
     m, n = x.shape
     dtype = storage(spec.format)
     if config is None:
@@ -351,7 +337,14 @@ def _tiles(
         ]
     folds = [_fold(w, padded.shape) for w in wanted]
     read = [padded] if bounds is None else [padded, bounds]
-    maxima = _maxima(read, problem, folds, config)
+    if len(wanted) == 1 and wanted[0].axis == 0 and wanted[0].fold is None:
+        extremes = row_extremes(x) if extremes is None else extremes
+    else:
+        extremes = None
+    if extremes is None:
+        maxima = _maxima(read, streams, folds, rule)
+    else:
+        maxima = [jnp.pad(_amax_of_rows(extremes, bounds, rule), (0, height - m))]
     scales = [_known_scales(bits, spec, w) for bits, w in zip(maxima, wanted, strict=True)]
     operands, outs = list(read), []
     for w, fold, found in zip(wanted, folds, scales, strict=True):
@@ -378,17 +371,27 @@ def _fold(wanted: Wanted, shape: tuple[int, ...]) -> list[Array]:
     return [jnp.pad(wanted.fold, (0, shape[wanted.fold_axis] - wanted.fold.size))]
 
 
-def _maxima(read: list[Array], problem: Tiles, folds: list[list[Array]], config: QuantizerConfig) -> list[Array]:
+def _maxima(read: list[Array], streams: tuple[Stream, ...], folds: list[list[Array]], rule: Rule) -> list[Array]:
     """Bits of the maxima of each stream, by scale; ``read`` is the matrix, and thresholds if any."""
-    grid, (height, width) = problem.grid, read[0].shape
+    height, width = read[0].shape
+    rows, cols = math.gcd(height, MAXIMA.rows), math.gcd(width, MAXIMA.cols)
+    problem = Tiles(rows, cols, (height // rows, width // cols), width, rule, streams, 1, SPAN)
+    grid = problem.grid[0], problem.spans
     partial = {None: grid, 0: (height, grid[1]), 1: (grid[0], width)}
     maxima = triton_call(
         functools.partial(amax_kernel, problem=problem),
         [jax.ShapeDtypeStruct(partial[s.scale], jnp.int32) for s in problem.streams],
-        *read, *(f for fold in folds for f in fold), name="fp4jax_amax", grid=grid, warps=config.warps,
+        *read, *(f for fold in folds for f in fold), name="fp4jax_amax", grid=grid, warps=MAXIMA.warps,
     )  # fmt: skip
-    streams = zip(maxima, problem.streams, strict=True)
-    return [jnp.max(bits, axis=None if s.scale is None else 1 - s.scale) for bits, s in streams]
+    return [
+        jnp.max(bits, axis=None if s.scale is None else 1 - s.scale) for bits, s in zip(maxima, streams, strict=True)
+    ]
+
+
+def _amax_of_rows(extremes: RowExtremes, bounds: Array | None, rule: Rule) -> Array:
+    """Bits of amax of rows."""
+    whole = bits_of(jnp.maximum(jnp.abs(extremes.top), jnp.abs(extremes.bottom)))
+    return Extremes(whole, *extremes).amax(None if bounds is None else bounds_of(bounds), rule)
 
 
 def _known_scales(bits: Array, spec: QuantSpec, wanted: Wanted) -> Scales:

@@ -170,15 +170,22 @@ def _powers_of_two(amax, format: FloatFormat, mode: str):
 
 
 def _clip(x, lo, hi):
-    # Not minimum and maximum, of which -0 and +0 may come out as either.
-    return jnp.where(x < lo, lo, jnp.where(x > hi, hi, x))
+    """As ``fp4jax.outliers.clip``, for bounds of which a zero is -0 below and +0 above."""
+    return jnp.minimum(jnp.maximum(x, lo), hi)
+
+
+def bounds_of(thresholds):
+    """Bounds for ``_clip``: -0 < +0, for the maxima of PTX too."""
+    lo, hi = thresholds[0], thresholds[1]
+    return jnp.where(lo == 0, jnp.float32(-0.0), lo), jnp.where(hi == 0, jnp.float32(0.0), hi)
 
 
 class Extremes(NamedTuple):
-    """The largest magnitudes, as bits; with outliers also the largest values, and the negated smallest.
+    """The largest magnitudes; with outliers also the largest values, and the negated smallest.
 
-    Of each place of a tile, until ``of_rows`` has compared the places of a row: threads compare what they hold as it
-    comes, and exchange it once.
+    Of each place of a tile, as float32, until ``of_rows`` or ``of_all`` has compared places, after which magnitudes are
+    bits: threads compare what they hold as it comes, and exchange it once. Comparing places keeps NaN, exchanging may
+    lose it, but for integers.
     """
 
     whole: Any
@@ -188,7 +195,7 @@ class Extremes(NamedTuple):
     @classmethod
     def of(cls, tile, rule: Rule) -> "Extremes":
         """Those of one tile."""
-        magnitude = bits_of(tile) & _MAGNITUDE
+        magnitude = jnp.abs(tile)
         return cls(magnitude) if rule.outliers == "none" else cls(magnitude, tile, -tile)
 
     def including(self, tile, rule: Rule) -> "Extremes":
@@ -198,7 +205,12 @@ class Extremes(NamedTuple):
 
     def of_rows(self) -> "Extremes":
         """Those of each row."""
-        return Extremes(*(one if one is None else jnp.max(one, axis=1) for one in self))
+        others = (one if one is None else jnp.max(one, axis=1) for one in self[1:])
+        return Extremes(jnp.max(bits_of(self.whole) & _MAGNITUDE, axis=1), *others)
+
+    def of_all(self):
+        """Bits of the largest magnitude."""
+        return jnp.max(bits_of(self.whole) & _MAGNITUDE)
 
     def amax(self, bounds, rule: Rule):
         """Bits of amax of rows; with outliers that of clamped ones, but so large that no carried entry saturates."""
@@ -239,7 +251,7 @@ def rows_kernel(*refs, problem: Rows):
     row = pl.program_id(0) * p.rows
     rows = pl.ds(row, p.rows)
     fold = fold_ref[rows][:, None] if fold_ref is not None else None
-    bounds = (bounds_ref[0], bounds_ref[1]) if bounds_ref is not None else None
+    bounds = bounds_of(bounds_ref) if bounds_ref is not None else None
 
     def load(chunk):
         value = as_float32(x_ref[rows, pl.ds(chunk * p.cols, p.cols)])
@@ -312,7 +324,8 @@ class Stream:
 class Tiles:
     """Static side of ``tiles_kernel`` and ``amax_kernel``: ``grid`` tiles of ``rows`` × ``cols``.
 
-    ``width`` counts the columns before padding, by which noise is numbered; ``packed`` values are transposed as one.
+    ``width`` counts the columns before padding, by which noise is numbered; ``packed`` values are transposed as one;
+    maxima are those of ``span`` tiles.
     """
 
     rows: int
@@ -322,6 +335,12 @@ class Tiles:
     rule: Rule
     streams: tuple[Stream, ...]
     packed: int
+    span: int = 1
+
+    @property
+    def spans(self) -> int:
+        """Programs for a row of tiles that look for maxima."""
+        return -(-self.grid[1] // self.span)
 
 
 def _vector(ref, axis, rows, cols):
@@ -333,8 +352,7 @@ def _bounds(refs: list, rule: Rule):
     """The thresholds, taken off ``refs``; None where nothing is clamped."""
     if rule.outliers == "none":
         return None
-    ref = refs.pop(0)
-    return ref[0], ref[1]
+    return bounds_of(refs.pop(0))
 
 
 def tiles_kernel(*refs, problem: Tiles):
@@ -354,47 +372,65 @@ def tiles_kernel(*refs, problem: Tiles):
     operands = [
         (refs.pop(0) if s.fold is not None else None, refs.pop(0), refs.pop(0) if draws else None) for s in p.streams
     ]
+    dtype = refs[-1].dtype
     outputs = [(refs.pop(0) if s.plain else None, refs.pop(0) if s.transposed else None, []) for s in p.streams]
-    for j in range(p.packed):
-        rows = strided_rows(row, j, p.rows, p.packed)
-        x = as_float32(x_ref[rows, cols])
-        for stream, operand, output in zip(p.streams, operands, outputs, strict=True):
-            (fold_ref, r_ref, key_ref), (plain_ref, transposed_ref, parts) = operand, output
-            value = x if fold_ref is None else x * _vector(fold_ref, stream.fold, rows, cols)
-            r = r_ref[0] if stream.scale is None else _vector(r_ref, stream.scale, rows, cols)
-            finite = (bits_of(r) & _MAGNITUDE) < _INFINITY
-            noise = noise_tile(key_ref, row + j, col, x.shape, p.width, p.packed)
-            values = p.rule.quantize(value, r, finite, bounds, noise)
-            if plain_ref is not None:
-                plain_ref[rows, cols] = values.astype(plain_ref.dtype)
+
+    def quantize():
+        for j in range(p.packed):
+            rows = strided_rows(row, j, p.rows, p.packed)
+            x = as_float32(x_ref[rows, cols])
+            for stream, operand, output in zip(p.streams, operands, outputs, strict=True):
+                (fold_ref, r_ref, key_ref), (plain_ref, transposed_ref, parts) = operand, output
+                value = x if fold_ref is None else x * _vector(fold_ref, stream.fold, rows, cols)
+                r = r_ref[0] if stream.scale is None else _vector(r_ref, stream.scale, rows, cols)
+                finite = (bits_of(r) & _MAGNITUDE) < _INFINITY
+                noise = noise_tile(key_ref, row + j, col, x.shape, p.width, p.packed)
+                values = p.rule.quantize(value, r, finite, bounds, noise).astype(dtype)
+                if plain_ref is not None:
+                    plain_ref[rows, cols] = values
+                if transposed_ref is not None:
+                    parts.append(values)
+        for _, transposed_ref, parts in outputs:
             if transposed_ref is not None:
-                parts.append(values.astype(transposed_ref.dtype))
-    for _, transposed_ref, parts in outputs:
-        if transposed_ref is not None:
-            transposed_ref[cols, pl.ds(row, p.rows)] = transposed_of(parts)
+                transposed_ref[cols, pl.ds(row, p.rows)] = transposed_of(parts)
+
+    # Always so. Outside a branch Triton would compute values twice, once for each layout in which they are stored.
+    pl.when(pl.program_id(0) < p.grid[0])(quantize)
 
 
 def amax_kernel(*refs, problem: Tiles):
-    """Bits of amax of a tile for each stream; with outliers, which only rows have, that of the clamped tile.
+    """Bits of amax of ``span`` tiles side by side for each stream; with outliers, which only rows have, of the clamped.
 
-    Refs: x [m, n] and thresholds [2] if any; the folds that there are. Outputs: [row tiles, col tiles] for a scale a
-    tensor, [m, col tiles] for one a row, [row tiles, n] for one a column.
+    Refs: x [m, n] and thresholds [2] if any; the folds that there are. Outputs, of the ``spans`` of a row of tiles:
+    [row tiles, spans] for a scale a tensor, [m, spans] for one a row, [row tiles, n] for one a column.
     """
     p, refs = problem, list(refs)
     i, j = pl.program_id(0), pl.program_id(1)
-    rows, cols = pl.ds(i * p.rows, p.rows), pl.ds(j * p.cols, p.cols)
-    x = as_float32(refs.pop(0)[rows, cols])
+    rows, x_ref = pl.ds(i * p.rows, p.rows), refs.pop(0)
     bounds = _bounds(refs, p.rule)
     folds = [refs.pop(0) if s.fold is not None else None for s in p.streams]
-    for stream, fold_ref, out_ref in zip(p.streams, folds, refs, strict=True):
-        value = x if fold_ref is None else x * _vector(fold_ref, stream.fold, rows, cols)
-        bits = bits_of(value) & _MAGNITUDE
-        match stream.scale:
-            case None:
-                out_ref[i, j] = jnp.max(bits)
-            case 0 if bounds is not None:
-                out_ref[rows, j] = Extremes.of(value, p.rule).of_rows().amax(bounds, p.rule)
-            case 0:
-                out_ref[rows, j] = jnp.max(bits, axis=1)
-            case 1:
-                out_ref[i, cols] = jnp.max(bits, axis=0)
+
+    def of_tile(tile, largest):
+        cols = pl.ds(tile * p.cols, p.cols)
+        x = as_float32(x_ref[rows, cols])
+        found = []
+        for stream, fold_ref, out_ref, best in zip(p.streams, folds, refs, largest, strict=True):
+            value = x if fold_ref is None else x * _vector(fold_ref, stream.fold, rows, cols)
+            if stream.scale == 1:
+                out_ref[i, cols] = jnp.max(bits_of(value) & _MAGNITUDE, axis=0)
+                found.append(None)
+            else:
+                found.append(Extremes.of(value, p.rule) if best is None else best.including(value, p.rule))
+        return tuple(found)
+
+    first, last = j * p.span, jnp.minimum((j + 1) * p.span, p.grid[1])
+    largest = of_tile(first, (None,) * len(p.streams))
+    if p.span > 1:
+        largest = lax.fori_loop(first + 1, last, of_tile, largest)
+    for stream, out_ref, best in zip(p.streams, refs, largest, strict=True):
+        if best is None:
+            continue
+        if stream.scale is None:
+            out_ref[i, j] = best.of_all()
+        else:
+            out_ref[rows, j] = best.of_rows().amax(bounds, p.rule)

@@ -1,6 +1,6 @@
 """The exact quantile, interpreted on the CPU, against sorting."""
 
-import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -9,18 +9,22 @@ import pytest
 
 from fp4jax import kernels
 from fp4jax.kernels import order_statistics, quantile
-from fp4jax.kernels.device import triton_call
-from fp4jax.kernels.quantile_device import BINS, CHUNK, CHUNKS, HIGHEST, count_kernel
+from fp4jax.kernels.quantile_device import BINS, COUNTERS, THRESHOLDS, _counts
 
 
-def check(x, alpha) -> None:
+FIND = jax.jit(quantile.order_statistics_and_extremes, static_argnums=1)
+
+
+def check(x, alpha) -> quantile.RowExtremes | None:
+    """The quantiles against sorting; returns extremes of rows, where they were found."""
     n = x.size
     ranks = int((1 - alpha) * n), min(int(alpha * n), n - 1)
     with kernels.interpret():
-        got = jax.jit(lambda x: order_statistics(x, ranks))(x)
-    ordered = np.sort(np.asarray(x).ravel())
+        got, extremes = FIND(x, ranks)
+    ordered = np.sort(np.asarray(x).astype(np.float32).ravel())
     assert [v.dtype for v in got] == [x.dtype] * 2
-    assert [float(v) for v in got] == [float(ordered[r]) for r in ranks]
+    np.testing.assert_array_equal(np.asarray(got, np.float32), ordered[np.asarray(ranks)])
+    return extremes
 
 
 def test_one_value():
@@ -28,9 +32,9 @@ def test_one_value():
 
 
 def test_a_sample_that_misleads_costs_time_but_no_correctness(monkeypatch):
-    monkeypatch.setattr(quantile, "SAMPLES", 64)
+    monkeypatch.setattr(quantile, "SAMPLES", 512)
     x = np.sort(np.random.default_rng(1).standard_normal(20011))
-    stride = -(-x.size // 64) | 1
+    stride = -(-x.size // 512) | 1
     x[::stride] = 100  # all that the sample sees
     check(jnp.asarray(x, jnp.float32).astype(jnp.bfloat16), 0.9)
 
@@ -50,31 +54,73 @@ def test_float32_is_counted_by_the_reference():
     assert low.dtype == jnp.float32
 
 
-@pytest.mark.parametrize("filled", [None, *range(BINS)])
-def test_a_program_counts_all_of_its_values(filled):
-    """Also where all of them fall in one bin, which takes every counter to its limit."""
-    low, high = np.int32([-300, 1000]), np.int32([-200, 1005])  # six bins of 32 keys, and of 1
-    shift, origin = np.int32([5, 0]), low - np.int32([32, 1])
-    keys = np.random.default_rng(2).integers(-600, 1400, (2, CHUNKS * CHUNK))
-    if filled is not None:
-        keys = np.stack([np.full(CHUNKS * CHUNK, o + (filled << s)) for o, s in zip(origin, shift, strict=True)])
-    for i in range(2):
-        bits = np.where(keys[i] < 0, keys[i] ^ HIGHEST, keys[i]).astype(np.int16)
-        x = jax.lax.bitcast_convert_type(jnp.asarray(bits), jnp.float16)
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=str)
+@pytest.mark.parametrize("values", ["normal", "heavy", "clipped", "positive", "equal", "NaN", "infinite", "subnormal"])
+def test_equals_sorting_and_finds_extremes_of_rows(values, dtype):
+    rng = np.random.default_rng(3)
+    x = rng.standard_normal((128, 256))
+    match values:
+        case "heavy":
+            x = rng.standard_t(1, x.shape)
+        case "clipped":
+            x = np.maximum(x, -0.0)
+        case "positive":
+            x = np.abs(x)
+        case "equal":
+            x[:] = -2.5
+        case "NaN":
+            x[:40], x[50, 7] = -np.nan, np.nan
+        case "infinite":
+            x[:40], x[50, 7], x[51] = np.inf, np.nan, -np.inf
+        case "subnormal":
+            x = x * float(jnp.finfo(dtype).smallest_subnormal) * 4
+    x = jnp.asarray(x, jnp.float32).astype(dtype)
+    extremes = check(x, 0.9)
+    assert extremes is not None
+    wide = np.asarray(x).astype(np.float32)
+    np.testing.assert_array_equal(extremes.top, wide.max(axis=1))
+    np.testing.assert_array_equal(extremes.bottom, -wide.min(axis=1))
+
+
+@pytest.mark.parametrize("shape", [(333, 77), (8200,), (3, 5, 1024), (24, 384), (32, 384)])
+def test_any_shape(shape):
+    x = jnp.asarray(np.random.default_rng(4).standard_normal(shape), jnp.bfloat16)
+    assert (check(x, 0.95) is None) == (shape != (32, 384))
+
+
+def test_a_zero_is_never_negative():
+    x = jnp.full((64, 256), -0.0, jnp.bfloat16)
+    for part in (x, x[:1, :8]):
         with kernels.interpret():
-            counts = triton_call(
-                functools.partial(count_kernel, chunks=CHUNKS, always=True),
-                jax.ShapeDtypeStruct((1, 2, BINS), jnp.int32), x, jnp.asarray(low), jnp.asarray(high),
-                name="count", grid=(1,),
-            )  # fmt: skip
-        for bracket in range(2):
-            place = np.clip((keys[i] - origin[bracket]) >> shift[bracket], 0, BINS - 1)
-            np.testing.assert_array_equal(counts[0, bracket], np.bincount(place, minlength=BINS))
+            assert not np.signbit(np.asarray(order_statistics(part, (0, 7)), np.float32)).any()
+
+
+@pytest.mark.parametrize("filled", [None, *range(THRESHOLDS + 1)])
+def test_a_program_counts_all_of_its_values(filled):
+    """Also where all of them fall in one part, which takes every counter to its limit."""
+    shape = (4, 128 * 127)
+    survey = quantile.survey_of(shape, (1, 1), extremes=False)
+    assert survey is not None
+    assert survey.groups * survey.chunks * survey.rows * survey.cols == math.prod(shape)  # one program
+    low, step = np.int32([-300, 1000]), np.int32([32, 1])
+    high = low + step * (THRESHOLDS - 1) - 1
+    thresholds = low[:, None] + step[:, None] * np.arange(THRESHOLDS)
+    keys = np.random.default_rng(2).integers(-600, 1400, (2, *shape))
+    if filled is not None:
+        keys = np.stack([np.full(shape, o + (filled - 1) * s) for o, s in zip(low, step, strict=True)])
+    for i in range(2):
+        bits = np.where(keys[i] < 0, keys[i] ^ 0x7FFF, keys[i]).astype(np.int16)
+        x = jax.lax.bitcast_convert_type(jnp.asarray(bits), jnp.float16)
+        brackets = jnp.asarray(np.stack([low, high], 1).reshape(-1))
+        with kernels.interpret():
+            _, work = quantile._survey(x, survey, brackets, jnp.zeros(BINS + COUNTERS, jnp.float32))
+        counts = [_counts(work, 0, bracket) for bracket in range(2)]
+        np.testing.assert_array_equal(counts, (keys[i][None, None] >= thresholds[..., None, None]).sum((2, 3)))
 
 
 @pytest.mark.parametrize(
     ("alpha", "dtype", "readings"),
-    [(0.99, jnp.bfloat16, 2), (0.999, jnp.bfloat16, 3), (0.99, jnp.float16, 3), (0.999, jnp.float16, 4)],
+    [(0.99, jnp.bfloat16, 2), (0.999, jnp.bfloat16, 3), (0.99, jnp.float16, 4), (0.999, jnp.float16, 4)],
     ids=str,
 )
 def test_more_readings_where_a_bracket_spans_more_keys(alpha, dtype, readings):

@@ -13,10 +13,9 @@ import fp4jax
 from fp4jax import kernels
 from fp4jax.dot.xla import quantize_activation
 from fp4jax.exact import as_float32, multiply
-from fp4jax.kernels import QuantizerConfig, Wanted, noise_device, quantize_rows, quantize_tiles, quantizer_device
+from fp4jax.kernels import QuantizerConfig, Wanted, noise_device, quantize_rows, quantize_tiles
 from fp4jax.kernels.quantizer import storage
 from fp4jax.kernels.quantizer_device import divide
-from fp4jax.kernels.strips_device import Strips, _task
 from fp4jax.outliers import thresholds
 
 SMALL = QuantizerConfig(rows=8, cols=32)
@@ -185,18 +184,6 @@ def test_the_assembly_draws_what_jax_random_draws():
         found = run_assembly(noise_device.THREEFRY, {"$1": index, "$2": key0, "$3": key1})["$0"]
     want = jax.random.bits(KEY, (4096,), np.uint32) >> 8
     np.testing.assert_array_equal(found, np.asarray(want))
-
-
-@pytest.mark.parametrize("lag", [1, 2, 5])
-def test_strips_are_each_scaled_and_quantized_once(lag):
-    rule = quantizer_device.Rule(fp4jax.E2M1, "nearest_even", "absmax", "none", cast=False)
-    problem = Strips(40, 96, 8, 32, 4, 32, 32, lag, 96, rule, folded=False, packed=1, interpreted=True)
-    scales, strip, part = (np.asarray(v) for v in jax.vmap(lambda t: _task(t, problem))(jnp.arange(problem.programs)))
-    tasks = list(zip(scales.tolist(), strip.tolist(), part.tolist(), strict=True))
-    want = [(True, s, p) for s in range(5) for p in range(2)] + [(False, s, p) for s in range(5) for p in range(3)]
-    assert sorted(tasks) == sorted(want)
-    for ticket, (scaling, s, _) in enumerate(tasks):  # nobody waits for a program that starts later
-        assert scaling or all((True, s, p) in tasks[:ticket] for p in range(2))
 
 
 @pytest.mark.parametrize("packed", [1, 4])
