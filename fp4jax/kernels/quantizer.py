@@ -1,45 +1,32 @@
 """Fused quantizers for GPUs: values in FP8, transposed values and scales, written in one pass; bit-equal to
 ``fp4jax.quantize``.
 
-The kernels are in ``quantizer_device`` and ``strips_device``. They take matrices whose scales leave the product: one a
-row, one a column or one a tensor, stored by ``AbsMax`` or ``PowerOfTwo``.
+The kernels are in ``quantizer_device``, the arithmetic in ``value_device``. They take matrices whose scales leave the
+product: one a row, one a column or one a tensor, stored by ``AbsMax`` or ``PowerOfTwo``.
 """
 
 import dataclasses
 import functools
-import math
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-from jax import lax
 
 from fp4jax.formats import E4M3, E5M2, FloatFormat
 from fp4jax.kernels.device import triton_call
+from fp4jax.kernels.maxima import amax_of_rows, known_scales, maxima_of
 from fp4jax.kernels.quantile import RowExtremes, row_extremes
-from fp4jax.kernels.quantizer_device import (
-    Extremes,
-    Rows,
-    Rule,
-    Stream,
-    Tiles,
-    amax_kernel,
-    bits_of,
-    bounds_of,
-    float_of,
-    rows_kernel,
-    tiles_kernel,
-)  # fmt: skip
+from fp4jax.kernels.quantizer_device import Rows, Stream, Tiles, rows_kernel, tiles_kernel
+from fp4jax.kernels.value_device import Rule
 from fp4jax.outliers import OCC
 from fp4jax.quantize import QuantSpec
 from fp4jax.rounding import NEAREST_EVEN, STOCHASTIC, TIES_UP
-from fp4jax.scaling import AbsMax, PowerOfTwo, Scales
+from fp4jax.scaling import AbsMax, PowerOfTwo
 from fp4jax.typing import Array, Key
 
 _ROUNDINGS = (NEAREST_EVEN, TIES_UP, STOCHASTIC)
-SPAN = 8  # tiles side by side of which one program looks for maxima
 _DTYPES = (np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16))
 
 
@@ -84,9 +71,6 @@ class QuantizerConfig:
             size = getattr(self, name)
             if size < 1 or size & (size - 1):
                 raise ValueError(f"{name}={size} must be a power of two")
-
-
-MAXIMA = QuantizerConfig(32, 128, 4)  # tiles of which maxima are looked for
 
 
 def storage(format: FloatFormat) -> np.dtype:
@@ -320,12 +304,16 @@ def _tiles(
     m, n = x.shape
     dtype = storage(spec.format)
     if config is None:
-        config = QuantizerConfig(rows=64, cols=128, warps=4)
+        config = QuantizerConfig(64, 128, 4, packed=4 if len(wanted) == 1 else 1)
     rows, cols = _fit(max(m, 1), config.rows), _fit(max(n, 1), config.cols)
     padded = _padded(x, rows, cols)
     height, width = padded.shape
     grid = (height // rows, width // cols)
-    streams = tuple(Stream(w.fold_axis, w.axis, w.plain, w.transposed) for w in wanted)
+    # Scales of the tensor are found together, as one vector: each kernel between the two readings costs microseconds.
+    together = len(wanted) > 1 and all(w.axis is None and w.names == wanted[0].names for w in wanted)
+    streams = tuple(
+        Stream(w.fold_axis, w.axis, w.plain, w.transposed, i if together else 0) for i, w in enumerate(wanted)
+    )
     problem = Tiles(rows, cols, grid, n, rule, streams, _packed(config, rows))
     sizes = {None: (), 0: (m,), 1: (n,)}
     if m * n == 0:
@@ -341,11 +329,14 @@ def _tiles(
         extremes = row_extremes(x) if extremes is None else extremes
     else:
         extremes = None
-    if extremes is None:
-        maxima = _maxima(read, streams, folds, rule)
+    if extremes is not None:
+        maxima = [jnp.pad(amax_of_rows(extremes, bounds, rule), (0, height - m))]
     else:
-        maxima = [jnp.pad(_amax_of_rows(extremes, bounds, rule), (0, height - m))]
-    scales = [_known_scales(bits, spec, w) for bits, w in zip(maxima, wanted, strict=True)]
+        maxima = maxima_of(read, streams, folds, rule, together)
+    scales = [known_scales(bits, spec, w.names) for bits, w in zip(maxima, wanted, strict=not together)]
+    if together:
+        [whole] = scales
+        scales = [whole._replace(scale=whole.scale[i]) for i in range(len(wanted))]
     operands, outs = list(read), []
     for w, fold, found in zip(wanted, folds, scales, strict=True):
         operands += [*fold, found.reciprocal.reshape(-1), *_key_data(w.key, spec)]
@@ -358,9 +349,9 @@ def _tiles(
             _cut(next(written), m, n) if w.plain else None,
             _cut(next(written), n, m) if w.transposed else None,
             _cut(found.scale, *sizes[w.axis]),
-            _cut(found.reciprocal, *sizes[w.axis]),
+            found.reciprocal[stream.place] if together else _cut(found.reciprocal, *sizes[w.axis]),
         )
-        for w, found in zip(wanted, scales, strict=True)
+        for w, stream, found in zip(wanted, streams, scales, strict=True)
     ]
 
 
@@ -369,34 +360,3 @@ def _fold(wanted: Wanted, shape: tuple[int, ...]) -> list[Array]:
     if wanted.fold is None or wanted.fold_axis is None:
         return []
     return [jnp.pad(wanted.fold, (0, shape[wanted.fold_axis] - wanted.fold.size))]
-
-
-def _maxima(read: list[Array], streams: tuple[Stream, ...], folds: list[list[Array]], rule: Rule) -> list[Array]:
-    """Bits of the maxima of each stream, by scale; ``read`` is the matrix, and thresholds if any."""
-    height, width = read[0].shape
-    rows, cols = math.gcd(height, MAXIMA.rows), math.gcd(width, MAXIMA.cols)
-    problem = Tiles(rows, cols, (height // rows, width // cols), width, rule, streams, 1, SPAN)
-    grid = problem.grid[0], problem.spans
-    partial = {None: grid, 0: (height, grid[1]), 1: (grid[0], width)}
-    maxima = triton_call(
-        functools.partial(amax_kernel, problem=problem),
-        [jax.ShapeDtypeStruct(partial[s.scale], jnp.int32) for s in problem.streams],
-        *read, *(f for fold in folds for f in fold), name="fp4jax_amax", grid=grid, warps=MAXIMA.warps,
-    )  # fmt: skip
-    return [
-        jnp.max(bits, axis=None if s.scale is None else 1 - s.scale) for bits, s in zip(maxima, streams, strict=True)
-    ]
-
-
-def _amax_of_rows(extremes: RowExtremes, bounds: Array | None, rule: Rule) -> Array:
-    """Bits of amax of rows."""
-    whole = bits_of(jnp.maximum(jnp.abs(extremes.top), jnp.abs(extremes.bottom)))
-    return Extremes(whole, *extremes).amax(None if bounds is None else bounds_of(bounds), rule)
-
-
-def _known_scales(bits: Array, spec: QuantSpec, wanted: Wanted) -> Scales:
-    """Scales from bits of maxima, by the reference's own rule."""
-    if wanted.names:
-        bits = lax.pmax(bits, wanted.names)
-    scales = spec.scale(float_of(bits), spec.format)
-    return scales._replace(scale=spec.scale.decode(scales.scale, None))

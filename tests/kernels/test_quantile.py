@@ -11,7 +11,6 @@ from fp4jax import kernels
 from fp4jax.kernels import order_statistics, quantile
 from fp4jax.kernels.quantile_device import BINS, COUNTERS, THRESHOLDS, _counts
 
-
 FIND = jax.jit(quantile.order_statistics_and_extremes, static_argnums=1)
 
 

@@ -15,7 +15,7 @@ from fp4jax.dot.xla import quantize_activation
 from fp4jax.exact import as_float32, multiply
 from fp4jax.kernels import QuantizerConfig, Wanted, noise_device, quantize_rows, quantize_tiles
 from fp4jax.kernels.quantizer import storage
-from fp4jax.kernels.quantizer_device import divide
+from fp4jax.kernels.value_device import divide
 from fp4jax.outliers import thresholds
 
 SMALL = QuantizerConfig(rows=8, cols=32)
