@@ -41,7 +41,6 @@ from fp4jax.kernels import (
     quantile,
     quantize_rows,
     quantize_tiles,
-    quantizer,
     scaled_matmul,
 )
 from fp4jax.models import MODELS
@@ -166,11 +165,10 @@ def _short(config: Any) -> str:
 
 COLUMNS = (Wanted(1, transposed=True),)
 TRANSPOSING = (
-    QuantizerConfig(64, 128, 4, packed=4),
+    QuantizerConfig(64, 128, 4),
+    QuantizerConfig(64, 128, 8, packed=4),
     QuantizerConfig(128, 64, 4, packed=4),
-    QuantizerConfig(128, 128, 8, packed=4),
-    QuantizerConfig(64, 256, 8, packed=4),
-    QuantizerConfig(128, 128, 8),
+    QuantizerConfig(32, 128, 4),
 )
 """Tiles that might be faster than the default."""
 
@@ -241,26 +239,22 @@ def quantizers(report: Report) -> None:
         both = functools.partial(tiles, spec=GRADIENT, wanted=gradient_ways(rows, cols))
         report.time(f"gradient both ways, {_short(config)}", both, x)
         report.time(f"weight, {_short(config)}", functools.partial(tiles, spec=E2M1, wanted=COLUMNS), weight)
-    default = quantizer.IN_FLIGHT
-    for megabytes in (6, 24):
-        quantizer.IN_FLIGHT = megabytes * 2**20
-        report.time(f"rows and transpose, {megabytes} MB ahead", lambda x: quantize_rows(x, E2M1, transpose=True), x)
-    quantizer.IN_FLIGHT = default
-    _scaling(report, (x, normal((m, MODELS["7b"].mlp_dim if m > 1000 else n + 8))))
+    for width in (n, MODELS["7b"].mlp_dim if m > 1000 else n + 8):
+        _with_extremes(report, normal((m, width)))
 
 
-def _scaling(report: Report, matrices: Sequence[jax.Array]) -> None:
-    """What a program that scales rows reads at a time; of wide rows few programs run ahead."""
-    default = quantizer.SCALE_ROWS, quantizer.SCALE_COLS
-    for sizes in (default, (4, 1024), (2, 2048), (1, 2048)):
-        quantizer.SCALE_ROWS, quantizer.SCALE_COLS = sizes
-        for x in matrices:
-            lo, hi = (t.reshape(()) for t in jax.jit(lambda x: thresholds(x, OCC, (-1,)))(x))
-            carried = functools.partial(quantize_rows, spec=E2M1, thresholds=(lo, hi), occ=OCC, transpose=True)
-            name = f"{list(x.shape)}, scaling {sizes[0]} × {sizes[1]}"
-            report.time(f"rows and transpose, {name}", functools.partial(quantize_rows, spec=E2M1, transpose=True), x)
-            report.time(f"rows, outliers and transpose, {name}", carried, x)
-    quantizer.SCALE_ROWS, quantizer.SCALE_COLS = default
+def _with_extremes(report: Report, x: jax.Array) -> None:
+    """Rows and their transpose where the reading that counts quantiles has found the extremes of rows."""
+    lo, hi = (t.reshape(()) for t in jax.jit(lambda x: thresholds(x, OCC, (-1,)))(x))
+    extremes = jax.jit(quantile.row_extremes)(x)
+    report.time(f"extremes of rows, {list(x.shape)}", quantile.row_extremes, x)
+    both = functools.partial(quantize_rows, spec=E2M1, transpose=True)
+    carried = functools.partial(both, thresholds=(lo, hi), occ=OCC)
+    for config in (None, *TRANSPOSING):
+        name = f"given extremes, {list(x.shape)}, {_short(config)}"
+        for kind, function in (("rows", both), ("rows, outliers", carried)):
+            given = functools.partial(function, config=config)
+            report.time(f"{kind} and transpose, {name}", lambda x, e, f=given: f(x, extremes=e), x, extremes)
 
 
 # --- products ----------------------------------------------------------------------------------------------------

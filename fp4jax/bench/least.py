@@ -10,7 +10,7 @@ W = d(q + 2k) + qd + 3df weights, activations of 2 bytes and parameters of 4:
                 gradients                        6 T (q + 2k + 2d + 2f)        read twice, written both ways
                 weights                          10 W          read twice, written both ways
     exact quantile                               2 T (2d + q + f)
-    DGE factor                                   12 W          weight and gradient read, gradient written
+    DGE factor                                   4 W           weight read, where its gradient is written
     attention, causal           7 T s q                        2 forward, 5 backward, where scores are computed again
     RMSNorm with residual sums                   32 T d
     SwiGLU                                       16 T f
@@ -118,7 +118,7 @@ def least_seconds(
         if recipe.outliers is not None and recipe.outliers.quantile == "exact":
             moved[parts.QUANTILE] = 2 * inputs * rates.quantile
         if not recipe.weight_estimator.is_identity:
-            moved[parts.DGE] = 12 * weights
+            moved[parts.DGE] = 4 * weights
     else:
         moved[parts.MOVES] = 12 * weights
     return {
