@@ -63,11 +63,21 @@ class GemmConfig:
         if self.cluster not in ("", "m", "n"):
             raise ValueError(f"cluster={self.cluster!r} must be 'm', 'n' or '' for none")
 
+    def slots(self, out_dtype) -> int:
+        """How many stores of a tile may be under way: all of them where shared memory suffices, else at least two."""
+        free = SHARED_BYTES - 1024 - self._operand_bytes()
+        return min(self.tile_n // self.epilogue_n, max(2, free // self._store_bytes(out_dtype)))
+
     def shared_bytes(self, out_dtype) -> int:
-        """Shared memory of a block, in bytes, but for barriers and alignment."""
-        operands = self.stages * (TILE_M + self.tile_n) * TILE_K
-        slots = min(2, self.tile_n // self.epilogue_n)
-        return operands + slots * TILE_M * self.epilogue_n * np.dtype(out_dtype).itemsize
+        """Shared memory of a block, in bytes, but for barriers."""
+        return self._operand_bytes() + self.slots(out_dtype) * self._store_bytes(out_dtype)
+
+    def _operand_bytes(self) -> int:
+        scales = 4 * math.prod(gemm_device.scales_shape(TILE_M, self.tile_n))
+        return self.stages * (TILE_M + self.tile_n) * TILE_K + _up(scales, 1024)  # Mosaic aligns to 1024
+
+    def _store_bytes(self, out_dtype) -> int:
+        return TILE_M * self.epilogue_n * np.dtype(out_dtype).itemsize
 
 
 @functools.partial(
@@ -206,6 +216,7 @@ def _run(
         tile_m=TILE_M, tile_n=config.tile_n, tile_k=TILE_K, stages=config.stages,
         promote_tiles=k_tiles if promote is None else promote // TILE_K,
         group=config.group, minor="mn".index(config.minor), epilogue_n=config.epilogue_n,
+        slots=config.slots(out_dtype),
         cluster="mn".index(config.cluster) if config.cluster else None, factor=kernel_factor,
     )  # fmt: skip
     blocks = min(core_count() // (2 if config.cluster else 1), b * math.prod(problem.clusters))

@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +24,7 @@ CONSUMER_REGISTERS = 232  # 40 · 128 + 232 · 256 of the 65,536 of a multiproce
 PREFETCH = 24  # k tiles before the end of an output tile: 12 µs
 PREFETCH_PIECES = 16
 LOADED_AHEAD = 64  # columns of the weight; fewer beside sums of more than 192, so that registers suffice
+DEFERRED = 192  # widest tile whose total fits the registers beside the accumulator of the next
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +43,7 @@ class Problem:
     group: int  # output tiles along the minor dimension that are visited together, for L2
     minor: int  # that dimension: 0 for m, 1 for n
     epilogue_n: int
+    slots: int  # chunks of epilogue_n columns that wait in shared memory to be stored, for each consumer
     cluster: int | None  # dimension along which two blocks form a cluster and share a copy: 0 for m, 1 for n, or None
     factor: Callable | None  # f' of weight · reciprocal, float32, that the result is multiplied with
 
@@ -51,40 +54,54 @@ class Problem:
         return -(-self.m_tiles // m), -(-self.n_tiles // n)
 
     @property
+    def deferred(self) -> bool:
+        """Whether a result is scaled and stored while the first products of the next output tile run.
+
+        Not one with a factor, which takes registers of its own.
+        """
+        return self.factor is None and self.tile_n <= DEFERRED
+
+    @property
     def warpgroup_m(self) -> int:
         """Rows of one consumer."""
         return self.tile_m // CONSUMERS
 
 
+def scales_shape(tile_m: int, tile_n: int) -> tuple[int]:
+    """Shape of a tile's scales in shared memory, lhs before rhs, each in whole 128 bytes."""
+    return (tile_m + -(-tile_n // 32) * 32,)
+
+
 def kernel(
     lhs_gmem, rhs_gmem, lhs_scale_gmem, rhs_scale_gmem, *rest,
-    lhs_smem, rhs_smem, out_smem, full, empty, turns, problem: Problem,
+    lhs_smem, rhs_smem, scales_smem, out_smem, full, empty, scales_full, scales_empty, turns, problem: Problem,
 ):  # fmt: skip
     """Body of the kernel; copies past the ends of an operand read zeros, those past the ends of the result are lost."""
     p = problem
     *factor_gmem, out_gmem = rest  # with a factor the weight [b, m, n] and its reciprocal scales [b, n]
     warpgroup = lax.axis_index("warpgroup")
 
-    def tile_loop(body):
-        """Runs ``body(batch, m, n, step)`` over this block's output tiles; ``step`` counts k tiles since the start.
+    def tile_loop(body, init=None) -> Any:
+        """Runs ``body(batch, m, n, step, carry)`` over this block's output tiles; ``step`` counts k tiles so far.
 
-        Returns the number of k tiles.
+        Returns the number of k tiles, and the last carry.
         """
+        grid, start = (p.batch, math.prod(p.clusters)), (jnp.int32(0), init)
 
-        @plgpu.nd_loop((p.batch, math.prod(p.clusters)), collective_axes="block", init_carry=jnp.int32(0))
-        def steps(info, *, carry):
+        @plgpu.nd_loop(grid, collective_axes="block", init_carry=start)  # pyright: ignore[reportArgumentType]
+        def result(info, *, carry):
+            step, carry = carry
             batch, linear = info.index
             m, n = plgpu.planar_snake(linear, p.clusters, p.minor, p.group)
             if p.cluster == 0:
                 m = 2 * m + lax.axis_index("peer")
             elif p.cluster == 1:
                 n = 2 * n + lax.axis_index("peer")
-            body(batch, m * p.tile_m, n * p.tile_n, carry)
-            return carry + p.k_tiles
+            return step + p.k_tiles, body(batch, m * p.tile_m, n * p.tile_n, step, carry)
 
-        return steps
+        return result
 
-    def produce(batch, m, n, first):
+    def produce(batch, m, n, first, _):
         def load(i, _):
             step = first + i
             slot = lax.rem(step, p.stages)
@@ -104,6 +121,14 @@ def kernel(
             return _
 
         lax.fori_loop(0, p.k_tiles, load, None)
+        # Asked for here, the scales are there long before their epilogue, and those of the tile before were read while
+        # the first k tiles of this one were multiplied, so that this waits for nothing but where there are few of them.
+        pl.when(first > 0)(lambda: plgpu.barrier_wait(scales_empty))
+        for source, start, size, at in (
+            (lhs_scale_gmem, m, p.tile_m, 0),
+            (rhs_scale_gmem, n, scales_smem.shape[0] - p.tile_m, p.tile_m),
+        ):
+            plgpu.copy_gmem_to_smem(source.at[batch, pl.ds(start, size)], scales_smem.at[pl.ds(at, size)], scales_full)
 
     def prefetch_weight(batch, m, n, piece):
         """Brings a few rows of the weight into L2, before consumers ask for them all at a time."""
@@ -114,11 +139,11 @@ def kernel(
             source = factor_gmem[0].at[batch, pl.ds(m + piece * rows, rows), pl.ds(n, p.tile_n)]
             plgpu.async_prefetch(source)
 
-    def consume(batch, m, n, first):
+    def consume(batch, m, n, first, before):
         rows = pl.ds(warpgroup * p.warpgroup_m, p.warpgroup_m)
 
-        def partial_sum(start, count):
-            """Σ over ``count`` k tiles in the tensor core's accumulator.
+        def partial_sum(start, count, meanwhile=lambda: None):
+            """Σ over ``count`` k tiles in the tensor core's accumulator; ``meanwhile`` runs beside the second product.
 
             Consumer 0 stays one k tile ahead of consumer 1, so that one feeds the tensor cores while the other adds or
             stores: consumer 1 begins a sum once consumer 0 has issued its second product, and consumer 0 goes on to the
@@ -137,7 +162,9 @@ def kernel(
                     pl.when(i > 0)(lambda: plgpu.barrier_arrive(empty.at[lax.rem(start + i - 1, p.stages)]))
                     return _
 
-                lax.fori_loop(0, count, multiply, None)
+                lax.fori_loop(0, min(2, count), multiply, None)
+                meanwhile()
+                lax.fori_loop(min(2, count), count, multiply, None)
                 value = acc[...]
                 plgpu.barrier_arrive(empty.at[lax.rem(start + count - 1, p.stages)])
                 return value
@@ -146,48 +173,60 @@ def kernel(
             pl.when(warpgroup == 0)(lambda: plgpu.barrier_wait(turns.at[1]))
             return value
 
-        full_chunks, rest = divmod(p.k_tiles, p.promote_tiles)
-        if full_chunks == 0 or (full_chunks, rest) == (1, 0):
-            total = partial_sum(first, p.k_tiles)
-        else:
-            chunk = p.promote_tiles
-            total = lax.fori_loop(
-                1,
-                full_chunks,
-                lambda c, total: total + partial_sum(first + c * chunk, chunk),
-                partial_sum(first, chunk),
-            )
-            if rest:
-                total = total + partial_sum(first + full_chunks * chunk, rest)
-        store(total, batch, m + warpgroup * p.warpgroup_m, n)
+        def store_before():
+            if p.deferred:
+                pl.when(first > 0)(lambda: store(*before))
+
+        chunk = min(p.promote_tiles, p.k_tiles)
+        full_chunks, rest = divmod(p.k_tiles, chunk)
+        total = partial_sum(first, chunk, store_before)
+        if full_chunks > 1:
+            total = lax.fori_loop(1, full_chunks, lambda c, total: total + partial_sum(first + c * chunk, chunk), total)
+        if rest:
+            total = total + partial_sum(first + full_chunks * chunk, rest)
+        tile = total, batch, m + warpgroup * p.warpgroup_m, n
+        if p.deferred:
+            return tile
+        store(*tile)
+        return before
 
     def store(total, batch, m, n):
-        shape, chunks = (p.warpgroup_m, p.tile_n), p.tile_n // p.epilogue_n
+        m, n = pl.multiple_of(m, p.warpgroup_m), pl.multiple_of(n, p.tile_n)  # not seen where they come with a carry
+        chunks = p.tile_n // p.epilogue_n
         ahead, loaded = max(1, min(LOADED_AHEAD, 256 - p.tile_n) // p.epilogue_n), []
         if p.factor is not None:
             loaded += [load_weight(batch, m, n + i * p.epilogue_n) for i in range(min(ahead, chunks))]
+        plgpu.barrier_wait(scales_full)
         lhs_scale = plgpu.load(
-            lhs_scale_gmem.at[batch, pl.ds(m, p.warpgroup_m)], layout=plgpu.Layout.WGMMA.reduce(1), optimized=False
+            scales_smem.at[pl.ds(warpgroup * p.warpgroup_m, p.warpgroup_m)],
+            layout=plgpu.Layout.WGMMA.reduce(1),
+            optimized=False,
         )
-        rhs_scale = plgpu.load(
-            rhs_scale_gmem.at[batch, pl.ds(n, p.tile_n)], layout=plgpu.Layout.WGMMA.reduce(0), optimized=False
-        )
-        result = total * lax.broadcast_in_dim(lhs_scale, shape, (0,)) * lax.broadcast_in_dim(rhs_scale, shape, (1,))
-        if p.factor is None:
-            result = result.astype(out_gmem.dtype)
         for i in range(chunks):
-            slot = i % out_smem.shape[1]
-            chunk = result[:, i * p.epilogue_n : (i + 1) * p.epilogue_n]
+            slot = i % p.slots
+            rhs_scale = plgpu.load(
+                scales_smem.at[pl.ds(p.tile_m + i * p.epilogue_n, p.epilogue_n)],
+                layout=plgpu.Layout.WGMMA.reduce(0),
+                optimized=False,
+            )
+            chunk = total[:, i * p.epilogue_n : (i + 1) * p.epilogue_n]
+            chunk = chunk * lax.broadcast_in_dim(lhs_scale, chunk.shape, (0,))
+            chunk = chunk * lax.broadcast_in_dim(rhs_scale, chunk.shape, (1,))
             if p.factor is not None:
                 if i + ahead < chunks:
                     loaded.append(load_weight(batch, m, n + (i + ahead) * p.epilogue_n))
                 weight, reciprocal = loaded.pop(0)
                 # Subnormal weights count here, but read as 0 where XLA's CPU code interprets this.
                 u = weight * lax.broadcast_in_dim(reciprocal, chunk.shape, (1,))
-                chunk = (chunk * p.factor(u)).astype(out_gmem.dtype)
-            plgpu.wait_smem_to_gmem(out_smem.shape[1] - 1, wait_read_only=True)
-            out_smem[warpgroup, slot] = chunk
+                chunk = chunk * p.factor(u)
+            if i == 0:  # stores of the tile before, of which the last may be from any slot
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            elif i >= p.slots:
+                plgpu.wait_smem_to_gmem(p.slots - 1, wait_read_only=True)
+            out_smem[warpgroup, slot] = chunk.astype(out_gmem.dtype)
             plgpu.commit_smem()
+            if i == chunks - 1:  # only now: the commit also orders reads of the scales before the copy of the next
+                plgpu.barrier_arrive(scales_empty)
             plgpu.copy_smem_to_gmem(
                 out_smem.at[warpgroup, slot],
                 out_gmem.at[batch, pl.ds(m, p.warpgroup_m), pl.ds(n + i * p.epilogue_n, p.epilogue_n)],
@@ -207,7 +246,7 @@ def kernel(
 
     def producer():
         plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
-        steps = tile_loop(produce)
+        steps, _ = tile_loop(produce)
         # Every arrival is awaited, so that no barrier is left in the middle of a phase.
         lax.fori_loop(
             jnp.maximum(steps - p.stages, 0),  # pyright: ignore[reportOperatorIssue]
@@ -215,10 +254,17 @@ def kernel(
             lambda step, _: plgpu.barrier_wait(empty.at[lax.rem(step, p.stages)]),
             None,
         )
+        pl.when(steps > 0)(lambda: plgpu.barrier_wait(scales_empty))
 
     def consumer():
         plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
-        tile_loop(consume)
+        none = None
+        if p.deferred:
+            zeros = plgpu.layout_cast(jnp.zeros((p.warpgroup_m, p.tile_n), jnp.float32), plgpu.Layout.WGMMA)
+            none = zeros, jnp.int32(0), jnp.int32(0), jnp.int32(0)
+        steps, last = tile_loop(consume, none)
+        if p.deferred:
+            pl.when(steps > 0)(lambda: store(*last))
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     lax.cond(warpgroup == CONSUMERS, producer, consumer)
@@ -238,7 +284,6 @@ def launch(*operands, shape, dtype, problem: Problem, blocks: int):
         tiling, swizzling = plgpu.TilingTransform((8, swizzle // size)), plgpu.SwizzleTransform(swizzle)  # pyright: ignore
         return plgpu.SMEM(shape, dtype, transforms=(tiling, swizzling))
 
-    slots = min(2, p.tile_n // p.epilogue_n)
     # A slot is free once the consumers of both blocks have read it, since either may copy into it.
     if p.cluster is None:
         empty = plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=p.stages)
@@ -250,9 +295,12 @@ def launch(*operands, shape, dtype, problem: Problem, blocks: int):
         scratch_types={
             "lhs_smem": tiled((p.stages, p.tile_m, p.tile_k), lhs.dtype),
             "rhs_smem": tiled((p.stages, p.tile_n, p.tile_k), rhs.dtype),
-            "out_smem": tiled((CONSUMERS, slots, p.warpgroup_m, p.epilogue_n), dtype),
+            "scales_smem": plgpu.SMEM(scales_shape(p.tile_m, p.tile_n), jnp.float32),
+            "out_smem": tiled((CONSUMERS, p.slots, p.warpgroup_m, p.epilogue_n), dtype),
             "full": plgpu.Barrier(num_arrivals=2, num_barriers=p.stages),
             "empty": empty,
+            "scales_full": plgpu.Barrier(num_arrivals=2),
+            "scales_empty": plgpu.Barrier(num_arrivals=CONSUMERS),
             "turns": plgpu.Barrier(num_barriers=CONSUMERS),
         },
         grid=(blocks,),

@@ -11,7 +11,7 @@ import tolerances
 
 from fp4jax import DGE, STE, ClippedSTE, kernels
 from fp4jax.formats import E2M1
-from fp4jax.kernels import Factor, GemmConfig, gemm_device, scaled_matmul
+from fp4jax.kernels import Factor, GemmConfig, gemm, gemm_device, scaled_matmul
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 SMALL = GemmConfig(tile_n=64, stages=2, epilogue_n=32)
@@ -66,6 +66,26 @@ def test_no_race_while_consumers_are_staggered():
         got = jax.jit(lambda *a: scaled_matmul(*a, out_dtype=jnp.float32, config=SMALL))(*args)
     np.testing.assert_array_equal(np.asarray(got), reference(*args, np.float32))
     assert not kernels.races_found()
+
+
+def test_no_race_where_stores_wait_for_slots(monkeypatch):
+    """Three chunks a tile and two slots, so that a tile begins with the slot that was stored last."""
+    monkeypatch.setattr(GemmConfig, "slots", lambda self, dtype: 2)
+    args, config = operands(200, 100, 129), GemmConfig(tile_n=48, stages=2, epilogue_n=16)
+    with kernels.interpret(detect_races=True):
+        got = jax.jit(lambda *a: scaled_matmul(*a, out_dtype=jnp.float32, config=config))(*args)
+    np.testing.assert_array_equal(np.asarray(got), reference(*args, np.float32))
+    assert not kernels.races_found()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_slots_fill_shared_memory(dtype):
+    for tile_n in (64, 128, 160, 176, 192, 256):
+        config = GemmConfig(tile_n=tile_n, epilogue_n=16 if tile_n == 176 else 32)
+        assert 2 <= config.slots(dtype) <= tile_n // config.epilogue_n
+        assert config.shared_bytes(dtype) + 1024 <= gemm.SHARED_BYTES
+    assert GemmConfig(tile_n=192, epilogue_n=64).slots(jnp.bfloat16) == 3
+    assert GemmConfig(tile_n=192, epilogue_n=32).slots(jnp.float32) == 4
 
 
 @pytest.mark.parametrize(("cluster", "sizes"), [("m", (300, 40, 500)), ("n", (40, 150, 300)), ("m", (129, 70, 129))])
