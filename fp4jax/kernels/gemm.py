@@ -203,8 +203,7 @@ def _run(
     m_tiles, n_tiles, k_tiles = (_up(s, t) // t for s, t in ((m, TILE_M), (n, config.tile_n), (k, TILE_K)))
     # Copies want whole swizzle tiles of 8 rows and 128 bytes; what lies past them is filled with zeros, and dropped.
     lhs, rhs = (_pad(_pad(x, -1, TILE_K), -2, 8) for x in (lhs, rhs))
-    lhs_scale = _pad(lhs_scale, -1, TILE_M * (2 if config.cluster == "m" else 1))
-    rhs_scale = _pad(rhs_scale, -1, config.tile_n * (2 if config.cluster == "n" else 1))
+    lhs_scale, rhs_scale = (_pad(x, -1, 4) for x in (lhs_scale, rhs_scale))  # strides of 16 bytes
     kernel_factor = None
     if factor is not None:
         kernel_factor = functools.partial(factor.estimator.kernel_factor, format=factor.format)

@@ -9,7 +9,10 @@ import pytest
 import fp4jax
 from fp4jax.dot.xla import quantize_activation
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning"),
+]
 
 FORMATS = (fp4jax.E2M1, fp4jax.E4M3, fp4jax.E5M2)
 ALL_BFLOAT16 = np.arange(2**16, dtype=np.uint16).view(jnp.bfloat16)
