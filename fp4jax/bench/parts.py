@@ -188,7 +188,7 @@ def _of_our_kernel(name: str, op_names: list[str]) -> Part:
         return next(known, Part(PRODUCTS, "fp4jax"))
     if "quantile" in name:
         return Part(QUANTILE)
-    return Part(QUANTIZERS, name.removeprefix(MARK))
+    return Part(QUANTIZERS, re.sub(r"__\d+$", "", name.removeprefix(MARK)))  # XLA numbers kernels of one name
 
 
 def _of_foreign_kernel(name: str) -> Part:

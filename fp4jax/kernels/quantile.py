@@ -134,11 +134,12 @@ def row_extremes(x: Array) -> RowExtremes | None:
 def _survey(x: Array, problem: device.Survey, *state: Array) -> tuple[Array, ...]:
     """Runs one reading; ``state`` is the bracket and the counters, which come back changed, before the extremes."""
     rows = [jax.ShapeDtypeStruct((x.shape[0],), jnp.float32)] * (2 * problem.extremes)
+    name = "fp4jax_quantile_survey" if state else "fp4jax_extremes"
     return triton_call(
         functools.partial(device.survey_kernel, problem=problem),
         [*(jax.ShapeDtypeStruct(s.shape, s.dtype) for s in state), *rows],
         x, *state,
-        name="fp4jax_survey", grid=(x.shape[0] // (problem.rows * problem.groups),),
+        name=name, grid=(x.shape[0] // (problem.rows * problem.groups),),
         aliases={2: 1} if state else {},
     )  # fmt: skip
 

@@ -77,15 +77,23 @@ def _threshold(low, shift, i, dtype):
     return jnp.minimum(low + (i << shift), infinity_key(dtype))
 
 
-def _narrowed(low, high, counts, need: int, dtype):
-    """What is left of a bracket: ``counts`` values reach its thresholds, ``need`` the value at the rank."""
+def _steps(reading: int) -> range:
+    """The thresholds of a reading, by their place in a bracket, of which the first reading checks the ends too."""
+    return range(1, INNER) if reading else range(THRESHOLDS)
+
+
+def _narrowed(low, high, reading: int, counts, need: int, dtype):
+    """What a reading leaves of a bracket: ``counts`` values reach its thresholds, ``need`` the value at the rank."""
     shift = _shift(low, high)
-    place = jnp.int32(0)  # thresholds that the value at the rank reaches
+    place = jnp.int32(1 if reading else 0)  # thresholds that the value at the rank reaches
     for count in counts:
         place = place + (count >= need).astype(jnp.int32)
-    new_low = jnp.where(place == 0, lowest_key(dtype), _threshold(low, shift, jnp.maximum(place - 1, 0), dtype))
-    new_high = jnp.where(place == THRESHOLDS, infinity_key(dtype) + 1, _threshold(low, shift, place, dtype) - 1)
-    return new_low, new_high
+    new_low = _threshold(low, shift, jnp.maximum(place - 1, 0), dtype)
+    new_high = _threshold(low, shift, place, dtype) - 1
+    if reading:
+        return new_low, jnp.where(place == INNER, high, new_high)
+    new_low = jnp.where(place == 0, lowest_key(dtype), new_low)
+    return new_low, jnp.where(place == THRESHOLDS, infinity_key(dtype) + 1, new_high)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,8 +198,9 @@ def _add_counts(work_ref, reading: int, totals: list):
 
 def _counts(work_ref, reading: int, bracket: int) -> list:
     """The counts of a reading at the thresholds of a bracket."""
-    at = BINS + reading * COUNTERS + bracket * THRESHOLDS
-    lower, upper = ([work_ref[at + j + t].astype(jnp.int32) for t in range(THRESHOLDS)] for j in (0, COUNTERS // 2))
+    steps = len(_steps(reading))
+    at = BINS + reading * COUNTERS + bracket * steps
+    lower, upper = ([work_ref[at + j + t].astype(jnp.int32) for t in range(steps)] for j in (0, COUNTERS // 2))
     return [low + (high << 8) for low, high in zip(lower, upper, strict=True)]
 
 
@@ -200,10 +209,8 @@ def _brackets(bracket_ref, work_ref, p: Survey, dtype):
     found = []
     for i, need in enumerate(p.needs):
         low, high = bracket_ref[2 * i], bracket_ref[2 * i + 1]
-        if p.reading:
-            new = _narrowed(low, high, _counts(work_ref, p.reading - 1, i), need, dtype)
-            keep = (low == high) & (p.reading > 1)  # the first reading checks what the sample says
-            low, high = (jnp.where(keep, old, new) for old, new in zip((low, high), new, strict=True))
+        if before := p.reading:
+            low, high = _narrowed(low, high, before - 1, _counts(work_ref, before - 1, i), need, dtype)
         found.append((low, high))
     return found
 
@@ -230,7 +237,7 @@ def survey_kernel(*refs, problem: Survey):
     thresholds = [
         jnp.broadcast_to(_float_of(_threshold(low, _shift(low, high), jnp.int32(t), dtype), dtype), shape)
         for low, high in brackets
-        for t in range(THRESHOLDS)
+        for t in _steps(p.reading)
     ]
 
     def read():

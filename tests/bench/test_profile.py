@@ -51,7 +51,7 @@ ENTRY %main (x: f32[8,16]) -> f32[8] {
   %custom-call.1 = bf16[8,8]{1,0} custom-call(%x), custom_call_target="mosaic_gpu_v2", metadata={op_name="jit(step)/transpose(jvp())/while/body/jit(fp4jax_dgrad_fp4_hopper_1a2b3c4d)/fp4jax_scaled_matmul/mpmd_map"}
   %custom-call.2 = bf16[8,8]{1,0} custom-call(%x), custom_call_target="__cublas$lt$matmul", metadata={op_name="jit(step)/transpose(jvp())/dot_general"}
   %custom-call.3 = bf16[8,8]{1,0} custom-call(%x), custom_call_target="__cudnn$fmhaSoftmax", metadata={op_name="jit(step)/jvp(attention)/fwd"}
-  %custom-call.4 = u8[8]{0} custom-call(%x), custom_call_target="__gpu$xla.gpu.triton", metadata={op_name="jit(step)/jvp(quantize)/quantile/fp4jax_quantile_count/pallas_call"}
+  %custom-call.4 = u8[8]{0} custom-call(%x), custom_call_target="__gpu$xla.gpu.triton", metadata={op_name="jit(step)/jvp(quantize)/quantile/fp4jax_quantile_survey/pallas_call"}
   %stacking_fusion = f32[2,8]{1,0} fusion(%x), kind=kCustom, calls=%stacking
   %all-reduce.1 = f32[8]{0} all-reduce(%x), to_apply=%slicing
   %while.1 = f32[8]{0} while(%x), condition=%slicing, body=%slicing, metadata={op_name="jit(step)/jvp(loss)/while"}
@@ -94,9 +94,9 @@ def space(planes: dict[str, dict[str, list[tuple[str, str, int, int]]]]) -> byte
         ("", "fp4jax_scaled_matmul_kernel", Part(parts.PRODUCTS, "fp4jax")),
         ("custom-call.2", "nvjet_tst_128x256", Part(parts.PRODUCTS, "high precision, backward")),
         ("custom-call.3", "x", Part(parts.ATTENTION)),
-        ("custom-call.4", "fp4jax_quantile_count", Part(parts.QUANTILE)),
+        ("custom-call.4", "fp4jax_quantile_survey", Part(parts.QUANTILE)),
         ("custom-call.4", "x", Part(parts.QUANTILE)),
-        ("custom-call.7", "fp4jax_quantize_tiles", Part(parts.QUANTIZERS, "quantize_tiles")),
+        ("custom-call.7", "fp4jax_quantize_tiles__2", Part(parts.QUANTIZERS, "quantize_tiles")),
         ("all-reduce.1", "ncclDevKernel", Part(parts.COLLECTIVES)),
         ("cast_fusion", "x", Part(parts.QUANTIZERS, "XLA")),
         ("add.7", "x", Part(parts.OTHER)),

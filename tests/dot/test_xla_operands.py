@@ -67,7 +67,7 @@ def test_beside_a_gpu_the_cpu_has_the_reference(monkeypatch):
     assert [v.item() for v in found(x)] == [v.item() for v in outliers.thresholds(x, OCC, (-1,))]
     with kernels.lowering_for():
         lowered = found.trace(x).lower(lowering_platforms=("cuda",)).as_text()
-    assert "fp4jax_survey" in lowered
+    assert "fp4jax_quantile_survey" in lowered
 
 
 def test_a_batch_is_counted_by_the_reference_and_each_has_thresholds_of_its_own(counting):
