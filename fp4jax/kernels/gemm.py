@@ -141,10 +141,10 @@ def scaled_matmul(
     _check(lhs, rhs, out_dtype, promote)
     *batch, m, k = lhs.shape
     n = rhs.shape[-2]
-    scales = [
-        _spread(scale, (*batch, size), name)
-        for name, scale, size in (("lhs_scale", lhs_scale, m), ("rhs_scale", rhs_scale, n))
-    ]
+    shapes = {"lhs_scale": (*batch, m), "rhs_scale": (*batch, n)}
+    scales = [_scale(scale, shapes[name], name) for name, scale in zip(shapes, (lhs_scale, rhs_scale), strict=True)]
+    if any(scale.ndim for scale in scales):  # else the kernel takes scalars, for which no vectors need be written
+        scales = [jnp.broadcast_to(scale, shape) for scale, shape in zip(scales, shapes.values(), strict=True)]
     weight = () if factor is None else _weight(factor, (*batch, m, n))
     if math.prod((*batch, m, n, k)) == 0:
         return jnp.zeros((*batch, m, n), out_dtype)
@@ -165,7 +165,7 @@ def scaled_matmul(
 
     @jax.custom_batching.custom_vmap
     def product(*operands: Array) -> Array:
-        flat = [x.reshape(math.prod(batch), *x.shape[len(batch) :]) for x in operands]
+        flat = [x.reshape(math.prod(batch), *x.shape[len(batch) :]) if x.ndim else x.reshape(1) for x in operands]
         return _run(*flat, out_dtype=out_dtype, promote=promote, config=config, factor=factor).reshape(*batch, m, n)
 
     @product.def_vmap
@@ -173,9 +173,15 @@ def scaled_matmul(
         again = functools.partial(scaled_matmul, out_dtype=out_dtype, promote=promote, config=asked)
         a, b, a_scale, b_scale = operands[:4]
         if not batch and not mapped[1] and not mapped[3] and factor is None:  # many lhs and one rhs: so many more rows
-            a, a_scale = (_mapped(x, size, own) for x, own in ((a, mapped[0]), (a_scale, mapped[2])))
-            return again(a.reshape(size * m, k), b, a_scale.reshape(size * m), b_scale).reshape(size, m, n), True
-        whole = [_mapped(x, size, own) for x, own in zip(operands, mapped, strict=True)]
+            if mapped[2] or a_scale.ndim:
+                a_scale = _mapped(a_scale, size, mapped[2]).reshape(size, -1)
+                a_scale = jnp.broadcast_to(a_scale, (size, m)).reshape(size * m)
+            a = _mapped(a, size, mapped[0])
+            return again(a.reshape(size * m, k), b, a_scale, b_scale).reshape(size, m, n), True
+        whole = [_mapped(x, size, own) if own or x.ndim else x for x, own in zip(operands, mapped, strict=True)]
+        for i, length in ((2, m), (3, n)):
+            if mapped[i] and operands[i].ndim == 1:  # a scale for each of the batch
+                whole[i] = jnp.broadcast_to(whole[i].reshape(size, *(1 for _ in batch), 1), (size, *batch, length))
         own = None if factor is None else dataclasses.replace(factor, weight=whole[4], reciprocal=whole[5])
         return again(*whole[:4], factor=own), True
 
@@ -203,7 +209,9 @@ def _run(
     m_tiles, n_tiles, k_tiles = (_up(s, t) // t for s, t in ((m, TILE_M), (n, config.tile_n), (k, TILE_K)))
     # Copies want whole swizzle tiles of 8 rows and 128 bytes; what lies past them is filled with zeros, and dropped.
     lhs, rhs = (_pad(_pad(x, -1, TILE_K), -2, 8) for x in (lhs, rhs))
-    lhs_scale, rhs_scale = (_pad(x, -1, 4) for x in (lhs_scale, rhs_scale))  # strides of 16 bytes
+    scalars = lhs_scale.ndim == 1
+    if not scalars:
+        lhs_scale, rhs_scale = (_pad(x, -1, 4) for x in (lhs_scale, rhs_scale))  # strides of 16 bytes
     kernel_factor = None
     if factor is not None:
         kernel_factor = functools.partial(factor.estimator.kernel_factor, format=factor.format)
@@ -215,7 +223,7 @@ def _run(
         tile_m=TILE_M, tile_n=config.tile_n, tile_k=TILE_K, stages=config.stages,
         promote_tiles=k_tiles if promote is None else promote // TILE_K,
         group=config.group, minor="mn".index(config.minor), epilogue_n=config.epilogue_n,
-        slots=config.slots(out_dtype),
+        slots=config.slots(out_dtype), scalars=scalars,
         cluster="mn".index(config.cluster) if config.cluster else None, factor=kernel_factor,
     )  # fmt: skip
     blocks = min(core_count() // (2 if config.cluster else 1), b * math.prod(problem.clusters))
@@ -256,13 +264,17 @@ def _weight(factor: Factor, shape: tuple[int, ...]) -> tuple[Array, Array]:
     return weight, _spread(factor.reciprocal, (*shape[:-2], shape[-1]), "factor.reciprocal")
 
 
-def _spread(scale: Array, shape: tuple[int, ...], name: str) -> Array:
+def _scale(scale: Array, shape: tuple[int, ...], name: str) -> Array:
     scale = jnp.asarray(scale)
     if scale.dtype != jnp.float32:
         raise TypeError(f"{name} has dtype {scale.dtype}; it must be float32")
     if scale.shape not in ((), shape):
         raise ValueError(f"{name} has shape {scale.shape}; it must be a scalar or {shape}")
-    return jnp.broadcast_to(scale, shape)
+    return scale
+
+
+def _spread(scale: Array, shape: tuple[int, ...], name: str) -> Array:
+    return jnp.broadcast_to(_scale(scale, shape, name), shape)
 
 
 def _up(size: int, multiple: int) -> int:

@@ -45,6 +45,7 @@ class Problem:
     epilogue_n: int
     slots: int  # chunks of epilogue_n columns that wait in shared memory to be stored, for each consumer
     cluster: int | None  # dimension along which two blocks form a cluster and share a copy: 0 for m, 1 for n, or None
+    scalars: bool  # whether each operand has one scale, [1], instead of one for each row
     factor: Callable | None  # f' of weight · reciprocal, float32, that the result is multiplied with
 
     @property
@@ -80,6 +81,7 @@ def kernel(
     p = problem
     *factor_gmem, out_gmem = rest  # with a factor the weight [b, m, n] and its reciprocal scales [b, n]
     warpgroup = lax.axis_index("warpgroup")
+    scalars = (lhs_scale_gmem[0], rhs_scale_gmem[0]) if p.scalars else None
 
     def tile_loop(body, init=None) -> Any:
         """Runs ``body(batch, m, n, step, carry)`` over this block's output tiles; ``step`` counts k tiles so far.
@@ -121,6 +123,8 @@ def kernel(
             return _
 
         lax.fori_loop(0, p.k_tiles, load, None)
+        if p.scalars:
+            return
         # Asked for here, the scales are there long before their epilogue, and those of the tile before were read while
         # the first k tiles of this one were multiplied, so that this waits for nothing but where there are few of them.
         pl.when(first > 0)(lambda: plgpu.barrier_wait(scales_empty))
@@ -196,22 +200,12 @@ def kernel(
         ahead, loaded = max(1, min(LOADED_AHEAD, 256 - p.tile_n) // p.epilogue_n), []
         if p.factor is not None:
             loaded += [load_weight(batch, m, n + i * p.epilogue_n) for i in range(min(ahead, chunks))]
-        plgpu.barrier_wait(scales_full)
-        lhs_scale = plgpu.load(
-            scales_smem.at[pl.ds(warpgroup * p.warpgroup_m, p.warpgroup_m)],
-            layout=plgpu.Layout.WGMMA.reduce(1),
-            optimized=False,
-        )
+        lhs_scale, rhs_scale_of = scales_of(scalars)
         for i in range(chunks):
             slot = i % p.slots
-            rhs_scale = plgpu.load(
-                scales_smem.at[pl.ds(p.tile_m + i * p.epilogue_n, p.epilogue_n)],
-                layout=plgpu.Layout.WGMMA.reduce(0),
-                optimized=False,
-            )
             chunk = total[:, i * p.epilogue_n : (i + 1) * p.epilogue_n]
-            chunk = chunk * lax.broadcast_in_dim(lhs_scale, chunk.shape, (0,))
-            chunk = chunk * lax.broadcast_in_dim(rhs_scale, chunk.shape, (1,))
+            chunk = chunk * lhs_scale(chunk.shape)
+            chunk = chunk * rhs_scale_of(i, chunk.shape)
             if p.factor is not None:
                 if i + ahead < chunks:
                     loaded.append(load_weight(batch, m, n + (i + ahead) * p.epilogue_n))
@@ -225,12 +219,29 @@ def kernel(
                 plgpu.wait_smem_to_gmem(p.slots - 1, wait_read_only=True)
             out_smem[warpgroup, slot] = chunk.astype(out_gmem.dtype)
             plgpu.commit_smem()
-            if i == chunks - 1:  # only now: the commit also orders reads of the scales before the copy of the next
+            if (
+                i == chunks - 1 and not p.scalars
+            ):  # only now: the commit also orders reads of the scales before the copy of the next
                 plgpu.barrier_arrive(scales_empty)
             plgpu.copy_smem_to_gmem(
                 out_smem.at[warpgroup, slot],
                 out_gmem.at[batch, pl.ds(m, p.warpgroup_m), pl.ds(n + i * p.epilogue_n, p.epilogue_n)],
             )
+
+    def scales_of(scalars):
+        """Functions that give the scales of lhs, and those of a chunk of rhs, in the layout of a chunk."""
+        if p.scalars:
+            return (lambda shape: scalars[0]), (lambda i, shape: scalars[1])
+        plgpu.barrier_wait(scales_full)
+        rows = pl.ds(warpgroup * p.warpgroup_m, p.warpgroup_m)
+        lhs_scale = plgpu.load(scales_smem.at[rows], layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
+
+        def rhs_scale_of(i, shape):
+            cols = pl.ds(p.tile_m + i * p.epilogue_n, p.epilogue_n)
+            scale = plgpu.load(scales_smem.at[cols], layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
+            return lax.broadcast_in_dim(scale, shape, (1,))
+
+        return (lambda shape: lax.broadcast_in_dim(lhs_scale, shape, (0,))), rhs_scale_of
 
     def load_weight(batch, m, n):
         """A chunk of the weight in float32 and its reciprocal scales; of one outside, which is dropped, the last."""
@@ -254,7 +265,8 @@ def kernel(
             lambda step, _: plgpu.barrier_wait(empty.at[lax.rem(step, p.stages)]),
             None,
         )
-        pl.when(steps > 0)(lambda: plgpu.barrier_wait(scales_empty))
+        if not p.scalars:
+            pl.when(steps > 0)(lambda: plgpu.barrier_wait(scales_empty))
 
     def consumer():
         plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")

@@ -1,6 +1,7 @@
 """The scaled FP8 product, interpreted on the CPU, against exact sums."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -107,6 +108,18 @@ def test_scalar_scales_and_vmap():
         )
     ones = np.ones((2, 1), np.float32)
     np.testing.assert_array_equal(got, reference(lhs, rhs, 3 * ones, 0.5 * ones, np.float32))
+
+
+@pytest.mark.parametrize("axes", [(0, None, 0, None), (0, 0, 0, None), (0, 0, None, 0), (None, None, 0, 0)], ids=str)
+def test_scalar_scales_of_which_a_vmap_has_several(axes):
+    lhs, rhs, *_ = operands(40, 24, 64, batch=(2,))
+    scales = [jnp.float32([3, 0.5]), jnp.float32([0.25, 2])]
+    args = [x if axis == 0 else x[0] for x, axis in zip((lhs, rhs, *scales), axes, strict=True)]
+    with kernels.interpret():
+        got = jax.vmap(functools.partial(scaled_matmul, out_dtype=jnp.float32), axes)(*args)
+    whole = [x if axis == 0 else np.stack([x[0]] * 2) for x, axis in zip((lhs, rhs, *scales), axes, strict=True)]
+    want = reference(*whole[:2], *(np.asarray(scale)[:, None] for scale in whole[2:]), np.float32)
+    np.testing.assert_array_equal(got, want)
 
 
 @pytest.mark.parametrize(
