@@ -1,8 +1,9 @@
 """Exact order statistics of a whole BF16 or FP16 tensor on one GPU, mostly in one reading of it.
 
 The histogram of a sample of 2¹⁸ values brackets each rank to a few of the 2¹⁶ possible values. One reading counts the
-values at or above seven thresholds from there on, which decides the rank, or leaves a bracket a sixth as wide for
-another reading. Whatever the sample says, the answer is that of counting: a rank outside its bracket is bisected.
+values at or above seven thresholds from there on, which decides the rank, or leaves a bracket at most a third as wide
+for another reading, and that one a quarter. Whatever the sample says, the answer is that of counting: a rank that no
+reading decides is bisected.
 """
 
 import dataclasses
@@ -26,6 +27,7 @@ SAMPLES = 2**18
 SORTED = 2**13  # values up to which sorting is as good
 _SIGMAS = 5  # half width of a bracket, in standard deviations of the rank of a sampled value: 1 in 2 million is missed
 _ROWS, _COLS, _UNROLL = 4, 128, 4  # of a tile; tiles an iteration
+_GROUPS = (4, 2, 1)  # tiles below each other that a program may read
 _FLAT = 2048  # columns that a tensor of any shape is given
 
 
@@ -40,7 +42,7 @@ def order_statistics(x: Array, ranks: tuple[int, int], *, names: tuple[AxisName,
     """The two values that would stand at ``ranks`` were all of ``x`` sorted; equal to ``jnp.sort``.
 
     The kernels read 16-bit values of one device. Others are counted by the reference, a reading a bit
-    (``fp4jax.outliers.order_statistics``).
+    (``fp4jax.outliers.order_statistics``). A zero of 16 bits comes back as +0, and NaN as one of positive sign.
 
     Args:
         x: bfloat16, float16 or float32, any shape but empty. NaN sorts last.
@@ -79,18 +81,15 @@ def order_statistics_and_extremes(
         first, second = outliers.order_statistics(x.reshape(-1), ranks, (-1,), names)
         return (first.reshape(()).astype(x.dtype), second.reshape(()).astype(x.dtype)), None
     if n <= SORTED:
-        ordered = jnp.sort(x.reshape(-1))
-        return (ordered[ranks[0]] + jnp.zeros((), x.dtype), ordered[ranks[1]] + jnp.zeros((), x.dtype)), None
+        keys = jnp.sort(device.key_of(x.reshape(-1)))
+        return (device.float_of(keys[ranks[0]], x.dtype), device.float_of(keys[ranks[1]], x.dtype)), None
     needs = tuple(n - rank for rank in ranks)
     survey = survey_of(x.shape, needs)
-    if survey is None:  # cut up otherwise, with values that no threshold counts
-        padding = -n % (_ROWS * _FLAT)
-        flat = jnp.pad(x.reshape(-1), (0, padding), constant_values=-np.inf) if padding else x.reshape(-1)
-        matrix = flat.reshape(-1, _FLAT)
+    matrix = x if survey is not None else _flattened(x)
+    padding = matrix.size - n
+    if survey is None:
         survey = survey_of(matrix.shape, needs, extremes=False)
         assert survey is not None
-    else:
-        matrix, padding = x, 0
     readings = _readings(ranks, n, jnp.finfo(x.dtype).nmant)
     bracket, work = _brackets(matrix.reshape(-1), n, ranks, readings)
     found = []
@@ -110,16 +109,28 @@ def order_statistics_and_extremes(
     return (values[0], values[1]), RowExtremes(*found) if found else None
 
 
+def _flattened(x: Array) -> Array:
+    """The values of x in rows that a reading can always count, with -infinity at the end, which sorts first."""
+    small = x.size <= device.LARGEST_GRID * _ROWS * _FLAT  # so that programs of one tile's rows are not too many
+    padding = -x.size % (_ROWS * _FLAT * (1 if small else _GROUPS[0]))
+    flat = jnp.pad(x.reshape(-1), (0, padding), constant_values=-np.inf) if padding else x.reshape(-1)
+    return flat.reshape(-1, _FLAT)
+
+
 def survey_of(shape: tuple[int, ...], needs: tuple[int, ...], *, extremes: bool = True) -> device.Survey | None:
-    """How a matrix of 16-bit values is read; None where its sides are no multiples of a tile's."""
+    """How a matrix of 16-bit values is read.
+
+    None where its sides are no multiples of a tile's (of 16 rows, with ``extremes``), where a row is too long for the
+    counts of one program, or where rows are so many and so short that programs are too many for sums of their counts.
+    """
     if len(shape) != 2 or shape[1] % _COLS or shape[0] % _ROWS:
         return None
     m, chunks = shape[0], shape[1] // _COLS
     if extremes and m % 16:
         return None
     most = min(device.LARGEST_COUNT // chunks, device.LARGEST_PROGRAM // (_ROWS * shape[1]))
-    groups = next((g for g in (4, 2, 1) if m % (_ROWS * g) == 0 and g <= most), None)
-    if groups is None:
+    groups = next((g for g in _GROUPS if m % (_ROWS * g) == 0 and g <= most), None)
+    if groups is None or (needs and m // (_ROWS * groups) > device.LARGEST_GRID):
         return None
     unroll = 1 if interpreting() else min(_UNROLL, chunks)
     return device.Survey(_ROWS, _COLS, groups, chunks, unroll, needs, 0, extremes)
@@ -182,10 +193,11 @@ def _brackets(flat: Array, n: int, ranks: tuple[int, int], readings: int) -> tup
 
 
 def _readings(ranks: tuple[int, int], n: int, mantissa_bits: int) -> int:
-    """How many readings decide the ranks of a tensor whose tail beyond them falls no slower than 1/x.
+    """How many readings are made: about what a tensor needs whose tail beyond the ranks falls like 1/x.
 
-    There a bracket that spans a share δ of its tail spans 2^mantissa_bits · log2(1 + δ) keys, and each reading leaves
-    a sixth of them. The later ones end at once where a lighter tail has been decided.
+    There a bracket that spans a share δ of its tail spans about 2^mantissa_bits · log2(1 + δ) keys, were each reading
+    to leave a sixth of them. Parts are powers of two, so it may leave up to a third: a tail of nearly 1/x may be
+    bisected in the end. The later readings end at once where a lighter tail has been decided.
     """
     if n <= SAMPLES:
         return 2

@@ -1,10 +1,15 @@
 """Device side of the exact quantile (Pallas on Triton): a histogram of a sample, then counts at a few thresholds.
 
 A 16-bit float has a key, its place among all floats of its type; -0 takes that of +0, and NaN of either sign the one
-after infinity, as ``jnp.sort`` has them. A *bracket* [low, high] of keys holds the value at a rank. A reading counts
-the values at or above thresholds inside the brackets, two values an instruction: comparing gives 1 or 0 in the type of
-the values, and adding those is exact up to 256. The same reading finds the largest and smallest value of every row,
-which quantizing needs anyway.
+after infinity, as ``jnp.sort`` has them. A *bracket* [low, high] of keys, both ends included, holds the value at a
+rank. It is cut into ``INNER`` parts of 2ˢ keys, and a reading counts the values at or above the first key of each part:
+the value at the rank lies in the last part that as many values reach as are not below it. That part is the next
+bracket. The first bracket comes from a sample and may miss, so the first reading counts at both its ends as well; what
+it leaves is proven, as is all that follows from it.
+
+Two values are counted an instruction: comparing gives 1 or 0 in the type of the values, and adding those is exact up to
+256 (PTX ISA, ``set`` and ``add`` of ``bf16x2``, which sm_90 is the first to have). The same reading finds the largest
+and smallest value of every row, which quantizing needs anyway.
 """
 
 import dataclasses
@@ -19,11 +24,12 @@ from jax.experimental.pallas import triton
 from fp4jax.kernels.device import interpreting
 
 BINS = 2**16  # keys, shifted to begin at 0
-THRESHOLDS = 7  # of each bracket in a reading
-INNER = THRESHOLDS - 1  # parts of a bracket that a reading tells apart
-COUNTERS = 32  # of a reading: the lower byte of each count, then the upper bytes
+THRESHOLDS = 7  # of each bracket in the first reading: the first keys of its parts, and the end of the last
+INNER = THRESHOLDS - 1  # parts of a bracket
+COUNTERS = 32  # of a reading: the lower bytes of up to 16 counts, here two brackets' 14, then the upper bytes
 LARGEST_COUNT = 256  # that bfloat16 holds with all smaller ones
 LARGEST_PROGRAM = 2**16 - 1  # values of a program of a reading, whose counts are added up two in a word
+LARGEST_GRID = 2**24 // 255  # programs of a reading: so many bytes add up exactly in float32
 SAMPLED = 256  # values of a program of the histogram
 TILE = 1024  # of ``finish_kernel``
 
@@ -61,29 +67,40 @@ def bits_of_key(key):
     return jnp.where(key < 0, key ^ 0x7FFF, key)
 
 
-def _float_of(key, dtype):
+def float_of(key, dtype):
+    """The float with this key; of zeros +0."""
     return lax.bitcast_convert_type(bits_of_key(key).astype(jnp.int16), dtype)
 
 
 def _shift(low, high):
     """The smallest s for which INNER parts of 2ˢ keys cover [low, high]."""
     shift = jnp.zeros_like(low)
-    for s in range(14):
+    for s in range(14):  # 6 · 2¹⁴ is more than all keys
         shift = shift + ((high - low + 1) > (INNER << s)).astype(jnp.int32)
     return shift
 
 
 def _threshold(low, shift, i, dtype):
+    """The first key of part i. No comparison tells NaN from infinity: a bracket of the two is left to bisection."""
     return jnp.minimum(low + (i << shift), infinity_key(dtype))
 
 
 def _steps(reading: int) -> range:
-    """The thresholds of a reading, by their place in a bracket, of which the first reading checks the ends too."""
+    """The thresholds of a reading, as numbers of parts.
+
+    The first reading checks both ends of a bracket; later ones know that the value at the rank lies inside.
+    """
     return range(1, INNER) if reading else range(THRESHOLDS)
 
 
 def _narrowed(low, high, reading: int, counts, need: int, dtype):
-    """What a reading leaves of a bracket: ``counts`` values reach its thresholds, ``need`` the value at the rank."""
+    """What a reading leaves of a bracket: ``counts`` values reach its thresholds, ``need`` the value at the rank.
+
+    The value at the rank reaches a threshold if ``need`` values do, and lies between the last that it reaches and the
+    one after. Past the ends of a bracket from the sample it may be any key. A later bracket holds it, so that the
+    first threshold is reached uncounted, and the last part ends with the bracket; a part before that may end past it,
+    which does no harm.
+    """
     shift = _shift(low, high)
     place = jnp.int32(1 if reading else 0)  # thresholds that the value at the rank reaches
     for count in counts:
@@ -148,7 +165,7 @@ def _locate(counts, place, before):
 
 
 def _packed(name: str, dtype, *operands):
-    """An instruction on two values at a time; ``$2`` and ``$3`` are the operands after the first."""
+    """An instruction on two values at a time; ``$0`` is the result, ``$1`` and on are the operands."""
     kind = "bf16x2" if dtype == jnp.bfloat16 else "f16x2"
     code = {
         "count": f"{{\n.reg .b32 s;\nset.geu.{kind}.{kind} s, $2, $3;\nadd.rn.{kind} $0, $1, s;\n}}\n",
@@ -187,7 +204,10 @@ def _smallest(x, y):
 
 
 def _add_counts(work_ref, reading: int, totals: list):
-    """Adds this program's counts, at most 2¹⁶ - 1, to those of a reading; by bytes, whose sums as floats are exact."""
+    """Adds this program's counts, at most 2¹⁶ - 1, to those of a reading.
+
+    By bytes, of which those of ``LARGEST_GRID`` programs add up exactly as floats.
+    """
     place = lax.broadcasted_iota(jnp.int32, (COUNTERS,), 0)
     values = jnp.zeros((COUNTERS,), jnp.float32)
     for i, total in enumerate(totals):
@@ -235,7 +255,7 @@ def survey_kernel(*refs, problem: Survey):
                 bracket_ref[2 * i + j] = key
     shape = (p.rows, p.cols)
     thresholds = [
-        jnp.broadcast_to(_float_of(_threshold(low, _shift(low, high), jnp.int32(t), dtype), dtype), shape)
+        jnp.broadcast_to(float_of(_threshold(low, _shift(low, high), jnp.int32(t), dtype), dtype), shape)
         for low, high in brackets
         for t in _steps(p.reading)
     ]
@@ -307,7 +327,8 @@ def _row_largest(x):
 def finish_kernel(x_ref, bracket_ref, work_ref, bits_ref, *, problem: Survey, chunks: int, padding: int):
     """Bits of the values at the ranks of flat x, ``padding`` of whose values are -infinity and do not count.
 
-    What brackets are still open it bisects, alone and so slowly; most calls find both closed.
+    What brackets are still open it bisects, in one program and so slowly; most calls find both closed. Open are those
+    of a tail too heavy for the readings, and those of infinity and NaN.
     """
     p, dtype = problem, x_ref.dtype
     n = chunks * TILE - padding

@@ -91,7 +91,18 @@ def test_a_zero_is_never_negative():
     x = jnp.full((64, 256), -0.0, jnp.bfloat16)
     for part in (x, x[:1, :8]):
         with kernels.interpret():
-            assert not np.signbit(np.asarray(order_statistics(part, (0, 7)), np.float32)).any()
+            assert not np.signbit(np.asarray(FIND(part, (0, 7))[0], np.float32)).any()
+
+
+@pytest.mark.parametrize("shape", [(2**23 - 16, 128), (2**22 - 16, 256), (2**20 - 4, 2048), (2**31 - 1,)], ids=str)
+def test_programs_are_never_too_many_for_float32_sums_of_bytes(shape):
+    survey = quantile.survey_of(shape, (1, 1))
+    if survey is None:
+        shape = jax.eval_shape(quantile._flattened, jax.ShapeDtypeStruct(shape, jnp.bfloat16)).shape
+        survey = quantile.survey_of(shape, (1, 1), extremes=False)
+    assert survey is not None
+    assert 255 * shape[0] // (survey.rows * survey.groups) <= 2**24
+    assert quantile.survey_of((2**23 - 16, 128), ()) is not None  # extremes alone are no sums
 
 
 @pytest.mark.parametrize("filled", [None, *range(THRESHOLDS + 1)])
