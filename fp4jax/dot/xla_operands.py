@@ -60,8 +60,11 @@ def subkey(key: Key | None, spec: QuantSpec, place: int) -> Key | None:
 
 
 def _on_one_gpu() -> bool:
-    """Whether a kernel would find all of an array where it runs."""
-    return jax.default_backend() == "gpu" and jax.device_count() == 1
+    """Whether the kernel would find all of an array where it runs, on a GPU that has its instructions: from sm_90."""
+    if jax.default_backend() != "gpu" or jax.device_count() > 1:
+        return False
+    major = jax.devices()[0].compute_capability.split(".")[0]  # of a GPU of AMD a name, as "gfx942"
+    return major.isdigit() and int(major) >= 9
 
 
 def _thresholds(x: Array, occ: OCC, axis: tuple[int, ...]) -> tuple[Array, Array]:

@@ -1,5 +1,7 @@
 """What the "xla" backend does otherwise on a GPU, interpreted on the CPU."""
 
+import types
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -57,6 +59,18 @@ def test_all_others_by_the_reference(counting, occ, shape, dtype):
     got, want = xla_operands._thresholds(x, occ, (-1,)), outliers.thresholds(x, occ, (-1,))
     assert all((a == b).all() for a, b in zip(got, want, strict=True))
     assert not counting
+
+
+@pytest.mark.parametrize(
+    ("capability", "count", "has"),
+    [("9.0", 1, True), ("10.0", 1, True), ("9.0", 2, False), ("8.0", 1, False), ("gfx942", 1, False)],
+)
+def test_the_kernel_is_for_one_gpu_with_its_instructions(monkeypatch, capability, count, has):
+    gpu = types.SimpleNamespace(compute_capability=capability)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "device_count", lambda: count)
+    monkeypatch.setattr(jax, "devices", lambda: [gpu] * count)
+    assert xla_operands._on_one_gpu() == has
 
 
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
