@@ -179,7 +179,8 @@ def quantize_rows(
     """Quantizes each row of ``x`` under a scale of its own, reading it from memory once.
 
     With ``transpose``, or inside a ``shard_map`` in which mesh axes ``names`` split the rows' entries, it reads twice:
-    for the maxima, on which devices then agree (four bytes a row), and for the values. ``extremes`` spare the first.
+    for the maxima, on which devices then agree (four bytes a row), and for the values. ``extremes`` spare the first of
+    two, unless a ``fold`` changes them.
 
     Args:
         x: float32, bfloat16 or float16 [m, n].
@@ -190,7 +191,7 @@ def quantize_rows(
         transpose: also write the values transposed.
         key: for stochastic rounding, of Threefry; elements draw what ``fp4jax.quantize`` draws for them.
         names: mesh axes over which the entries of a row are split.
-        extremes: of the rows, if known.
+        extremes: of the rows of ``x``, float32 [m] each, if known (``quantile.order_statistics_and_extremes``).
         config: tile sizes.
 
     Returns:
@@ -198,11 +199,14 @@ def quantize_rows(
 
     Raises:
         TypeError: for another dtype or rank of ``x``.
-        ValueError: for a ``spec`` that the kernels do not support, or an ``occ`` or ``key`` they do not.
+        ValueError: for a ``spec`` that the kernels do not support, an ``occ`` or ``key`` they do not, or ``extremes``
+            of another number of rows.
     """
     x = jnp.asarray(x)
     _check(x, spec, [key])
     m, n = x.shape
+    if extremes is not None and not extremes.top.shape == extremes.bottom.shape == (m,):
+        raise ValueError(f"extremes have shapes {[e.shape for e in extremes]}; x {x.shape} needs those of {m} rows")
     rule, dtype = _rule(spec, None if thresholds is None else occ), storage(spec.format)
     if m * n == 0:
         empty = jnp.zeros((m, n), dtype)
@@ -298,8 +302,9 @@ def _tiles(
     config: QuantizerConfig | None,
     extremes: RowExtremes | None = None,
 ) -> list[Quantized]:
-    """``quantize_tiles``, of which ``rule`` clamps at ``bounds`` (lo and hi) where those are given; those of the rows
-    may be known.
+    """``quantize_tiles`` by a ``rule`` that clamps at ``bounds`` (lo and hi) where it has outliers.
+
+    ``extremes`` of the rows, if known, spare the reading for maxima where there is one scale a row and no fold.
     """
     m, n = x.shape
     dtype = storage(spec.format)

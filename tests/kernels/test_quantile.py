@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fp4jax import kernels
-from fp4jax.kernels import order_statistics, quantile
+from fp4jax import E2M1, QuantSpec, kernels
+from fp4jax.kernels import order_statistics, quantile, quantize_rows
 from fp4jax.kernels.quantile_device import BINS, COUNTERS, THRESHOLDS, _counts
 
 FIND = jax.jit(quantile.order_statistics_and_extremes, static_argnums=1)
@@ -79,6 +79,14 @@ def test_equals_sorting_and_finds_extremes_of_rows(values, dtype):
     wide = np.asarray(x).astype(np.float32)
     np.testing.assert_array_equal(extremes.top, wide.max(axis=1))
     np.testing.assert_array_equal(extremes.bottom, -wide.min(axis=1))
+
+
+def test_extremes_of_another_matrix_are_refused():
+    extremes = quantile.RowExtremes(jnp.zeros(32), jnp.zeros(32))
+    with pytest.raises(
+        ValueError, match=r"extremes have shapes \[\(32,\), \(32,\)\]; x \(16, 128\) needs those of 16 rows"
+    ):
+        quantize_rows(jnp.zeros((16, 128)), QuantSpec(E2M1), transpose=True, extremes=extremes)
 
 
 @pytest.mark.parametrize("shape", [(333, 77), (8200,), (3, 5, 1024), (24, 384), (32, 384)])
