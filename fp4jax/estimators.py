@@ -37,7 +37,7 @@ class Estimator(abc.ABC):
         """
 
     def kernel_factor(self, u: Array, format: FloatFormat) -> Array:
-        """f'(u) of float32 ``u`` in operations that Pallas lowers inside a kernel, within a few ulp of ``factor``.
+        """f'(u) of float32 ``u`` in operations that Pallas lowers inside a kernel; close to ``factor``, as each says.
 
         Raises:
             NotImplementedError: for an estimator without ``has_kernel_form``.
@@ -117,17 +117,17 @@ class DGE(Estimator):
         return jnp.minimum(slope, jnp.float32(self.clip)).astype(u.dtype)
 
     def kernel_factor(self, u, format):
-        """The same |p|, bit for bit, without a floor, which does not lower; its power by log2 and exp2.
+        """The |p| of ``factor``, bit for bit, without a floor, which does not lower; its power by log2 and exp2.
 
-        The hardware's are good to 2⁻²², and so the factor to 2⁻¹⁹ of itself for the paper's k and clip. It is exact at
-        midpoints, where log2 is -∞, and on the grid, where it is 0.
+        The hardware's are good to 2⁻²² (PTX ISA, ``lg2.approx`` and ``ex2.approx``), and so the factor to 2⁻¹⁹ of
+        itself for the paper's k and clip. It is exact at midpoints, where log2 is -∞, and on the grid, where it is 0.
         """
         magnitude = jnp.minimum(jnp.abs(u), jnp.float32(format.max))
         bits, smallest = lax.bitcast_convert_type(magnitude, jnp.int32), (format.min_exponent + 127) << 23
         step = jnp.maximum(bits & 0x7F800000, smallest) - (format.mantissa_bits << 23)  # its exponent, in place
         scaled = magnitude * lax.bitcast_convert_type((254 << 23) - step, jnp.float32)
-        # Adding and taking away 1.5 · 2²³ rounds to an integer at a rate that the hardware's rounding does not have.
-        # Of a constant that it knows XLA would make no sum at all, where kernels are interpreted.
+        # Adding and taking away 1.5 · 2²³ rounds to an integer, and sums run faster than the hardware's rounding. The
+        # barrier hides the constant from XLA, which would drop both sums where kernels are interpreted.
         shift = lax.optimization_barrier(jnp.float32(1.5 * 2**23))
         p = jnp.float32(1) - jnp.float32(2) * jnp.abs(scaled - ((scaled + shift) - shift))
         power = jnp.exp2(jnp.log2(p) * jnp.float32(1 / self.k - 1))

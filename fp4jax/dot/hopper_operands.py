@@ -7,7 +7,7 @@ of the kernels: four bytes a scale are exchanged, and no values.
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,9 @@ from fp4jax.recipe import Recipe
 from fp4jax.rounding import keys_of_examples
 from fp4jax.scaling import PerTensor
 from fp4jax.typing import Array, Key
+
+if TYPE_CHECKING:
+    from fp4jax import kernels
 
 # What fprop reads, for remat policies that would rather keep it than quantize again where fprop is recomputed. What
 # backward reads has the names of the xla backend.
@@ -50,9 +53,12 @@ class Operand(NamedTuple):
 
 
 @jax.named_scope("quantile")
-def thresholds(x: Array, occ: OCC, names: split.Names) -> tuple[tuple[Array, Array], Any]:
-    """lo and hi of a matrix as the xla backend has them, float32 scalars, over the mesh axes that split x; and what
-    counting found of the extremes of its rows, or None.
+def thresholds(
+    x: Array, occ: OCC, names: split.Names
+) -> tuple[tuple[Array, Array], "kernels.quantile.RowExtremes | None"]:
+    """lo and hi of a matrix as the xla backend has them, float32 scalars, over the mesh axes that split x.
+
+    And the extremes of its rows, where counting found them.
     """
     from fp4jax import kernels
 

@@ -22,6 +22,7 @@ OPERAND_DTYPES = (np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.float8_e
 OUT_DTYPES = (np.dtype(ml_dtypes.bfloat16), np.dtype(np.float32))
 WEIGHT_DTYPES = (*OUT_DTYPES, np.dtype(np.float16))
 SHARED_BYTES = 227 * 1024  # of a block on sm_90
+BARRIER_BYTES = 1024  # of those, left for barriers: 8 bytes each
 PROMOTE = 256
 TILE_M, TILE_K = 128, 128
 
@@ -65,7 +66,7 @@ class GemmConfig:
 
     def slots(self, out_dtype) -> int:
         """How many stores of a tile may be under way: all of them where shared memory suffices, else at least two."""
-        free = SHARED_BYTES - 1024 - self._operand_bytes()
+        free = SHARED_BYTES - BARRIER_BYTES - self._operand_bytes()
         return min(self.tile_n // self.epilogue_n, max(2, free // self._store_bytes(out_dtype)))
 
     def shared_bytes(self, out_dtype) -> int:
@@ -156,11 +157,10 @@ def scaled_matmul(
             f"config.tile_n={config.tile_n} leaves no registers for promotion; use tile_n of at most 192, or "
             "promote=None"
         )
-    if (used := config.shared_bytes(out_dtype) + 1024) > SHARED_BYTES:
+    if (used := config.shared_bytes(out_dtype) + BARRIER_BYTES) > SHARED_BYTES:
         raise ValueError(
             f"{config} takes {used} bytes of shared memory for a result in {out_dtype}, and a block has "
-            f"{SHARED_BYTES}; "
-            "use fewer stages or a smaller tile_n"
+            f"{SHARED_BYTES}; use fewer stages or a smaller tile_n"
         )
 
     @jax.custom_batching.custom_vmap
@@ -261,7 +261,8 @@ def _weight(factor: Factor, shape: tuple[int, ...]) -> tuple[Array, Array]:
         raise TypeError(f"factor.weight has dtype {weight.dtype}; it must be float32, bfloat16 or float16")
     if weight.shape != shape:
         raise ValueError(f"factor.weight has shape {weight.shape}; it must be that of the product, {shape}")
-    return weight, _spread(factor.reciprocal, (*shape[:-2], shape[-1]), "factor.reciprocal")
+    columns = (*shape[:-2], shape[-1])
+    return weight, jnp.broadcast_to(_scale(factor.reciprocal, columns, "factor.reciprocal"), columns)
 
 
 def _scale(scale: Array, shape: tuple[int, ...], name: str) -> Array:
@@ -271,10 +272,6 @@ def _scale(scale: Array, shape: tuple[int, ...], name: str) -> Array:
     if scale.shape not in ((), shape):
         raise ValueError(f"{name} has shape {scale.shape}; it must be a scalar or {shape}")
     return scale
-
-
-def _spread(scale: Array, shape: tuple[int, ...], name: str) -> Array:
-    return jnp.broadcast_to(_scale(scale, shape, name), shape)
 
 
 def _up(size: int, multiple: int) -> int:

@@ -22,7 +22,7 @@ CONSUMERS = 2  # warpgroups that multiply; the producer is one more
 PRODUCER_REGISTERS = 40
 CONSUMER_REGISTERS = 232  # 40 · 128 + 232 · 256 of the 65,536 of a multiprocessor
 PREFETCH = 24  # k tiles before the end of an output tile: 12 µs
-PREFETCH_PIECES = 16
+PREFETCH_PIECES = 16  # of a tile of the weight, one a k tile
 LOADED_AHEAD = 64  # columns of the weight; fewer beside sums of more than 192, so that registers suffice
 DEFERRED = 192  # widest tile whose total fits the registers beside the accumulator of the next
 
@@ -219,9 +219,8 @@ def kernel(
                 plgpu.wait_smem_to_gmem(p.slots - 1, wait_read_only=True)
             out_smem[warpgroup, slot] = chunk.astype(out_gmem.dtype)
             plgpu.commit_smem()
-            if (
-                i == chunks - 1 and not p.scalars
-            ):  # only now: the commit also orders reads of the scales before the copy of the next
+            # Only now: the commit also orders reads of the scales before the copy of the next.
+            if i == chunks - 1 and not p.scalars:
                 plgpu.barrier_arrive(scales_empty)
             plgpu.copy_smem_to_gmem(
                 out_smem.at[warpgroup, slot],
