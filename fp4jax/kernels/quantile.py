@@ -57,11 +57,11 @@ def order_statistics(x: Array, ranks: tuple[int, int], *, names: tuple[AxisName,
         TypeError: for another dtype.
         ValueError: for a rank out of range, or 2³¹ values or more.
     """
-    return order_statistics_and_extremes(x, ranks, names=names)[0]
+    return order_statistics_and_extremes(x, ranks, names=names, extremes=False)[0]
 
 
 def order_statistics_and_extremes(
-    x: Array, ranks: tuple[int, int], *, names: tuple[AxisName, ...] = ()
+    x: Array, ranks: tuple[int, int], *, names: tuple[AxisName, ...] = (), extremes: bool = True
 ) -> tuple[tuple[Array, Array], RowExtremes | None]:
     """``order_statistics``, and of a matrix the extremes of its rows, where the reading that counts finds them too.
 
@@ -84,7 +84,7 @@ def order_statistics_and_extremes(
         keys = jnp.sort(device.key_of(x.reshape(-1)))
         return (device.float_of(keys[ranks[0]], x.dtype), device.float_of(keys[ranks[1]], x.dtype)), None
     needs = tuple(n - rank for rank in ranks)
-    survey = survey_of(x.shape, needs)
+    survey = survey_of(x.shape, needs, extremes=extremes)
     matrix = x if survey is not None else _flattened(x)
     padding = matrix.size - n
     if survey is None:
@@ -193,15 +193,16 @@ def _brackets(flat: Array, n: int, ranks: tuple[int, int], readings: int) -> tup
 
 
 def _readings(ranks: tuple[int, int], n: int, mantissa_bits: int) -> int:
-    """How many readings are made: about what a tensor needs whose tail beyond the ranks falls like 1/x.
+    """How many readings decide the ranks of a tensor whose tail beyond them falls no slower than 1/x.
 
-    There a bracket that spans a share δ of its tail spans about 2^mantissa_bits · log2(1 + δ) keys, were each reading
-    to leave a sixth of them. Parts are powers of two, so it may leave up to a third: a tail of nearly 1/x may be
-    bisected in the end. The later readings end at once where a lighter tail has been decided.
+    There ranks a share δ/2 to either side lie w = 2^mantissa_bits · log2((1 + δ/2) / (1 - δ/2)) + 1 keys apart. Parts
+    are powers of two, so that one reading decides a bracket of six keys, and each further one a bracket four times as
+    wide. The later ones end at once where a lighter tail has been decided.
     """
     if n <= SAMPLES:
         return 2
     size = -(-n // _stride(n))
     tail = min(min(rank + 1, n - rank) for rank in ranks) / n
-    spread = 2 * _SIGMAS * math.sqrt((1 - tail) / (tail * size))
-    return max(2, math.ceil(math.log(2**mantissa_bits * math.log2(1 + spread), device.INNER)))
+    half = min(_SIGMAS * math.sqrt((1 - tail) / (tail * size)), 0.99)
+    keys = 2**mantissa_bits * math.log2((1 + half) / (1 - half)) + 1
+    return 1 + max(1, math.ceil(math.log(keys / device.INNER, 4)))

@@ -9,6 +9,7 @@ import pytest
 
 from fp4jax import E2M1, QuantSpec, kernels
 from fp4jax.kernels import order_statistics, quantile, quantize_rows
+from fp4jax.kernels import quantile_device as device
 from fp4jax.kernels.quantile_device import BINS, COUNTERS, THRESHOLDS, _counts
 
 FIND = jax.jit(quantile.order_statistics_and_extremes, static_argnums=1)
@@ -138,13 +139,19 @@ def test_a_program_counts_all_of_its_values(filled):
 
 @pytest.mark.parametrize(
     ("alpha", "dtype", "readings"),
-    [(0.99, jnp.bfloat16, 2), (0.999, jnp.bfloat16, 3), (0.99, jnp.float16, 4), (0.999, jnp.float16, 4)],
+    [(0.99, jnp.bfloat16, 3), (0.999, jnp.bfloat16, 4), (0.99, jnp.float16, 4), (0.999, jnp.float16, 5)],
     ids=str,
 )
-def test_more_readings_where_a_bracket_spans_more_keys(alpha, dtype, readings):
-    n = 16384 * 4096
+def test_readings_decide_a_tail_that_falls_like_one_over_x(alpha, dtype, readings):
+    n, bits = 16384 * 4096, jnp.finfo(dtype).nmant
     ranks = int((1 - alpha) * n), int(alpha * n)
-    assert quantile._readings(ranks, n, jnp.finfo(dtype).nmant) == readings
+    assert quantile._readings(ranks, n, bits) == readings
+    sampled = n / quantile._stride(n) * (1 - alpha)  # values of the tail, the ends of whose bracket are 5 σ away
+    low, high = (2**bits * math.log2(1 / (1 + side * 5 / math.sqrt(sampled))) for side in (1, -1))
+    width, taken = math.ceil(high - low) + 1, 0
+    while width > 1:
+        width, taken = next(2**s for s in range(14) if device.INNER << s >= width), taken + 1
+    assert taken == readings
     assert quantile._readings((0, 9), 10, jnp.finfo(dtype).nmant) == 2
 
 
