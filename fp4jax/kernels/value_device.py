@@ -173,8 +173,9 @@ def clip(x, lo, hi):
 
 
 def bounds_of(thresholds):
-    """Bounds for ``clip``: -0 < +0, for the maxima of PTX too."""
+    """Bounds for ``clip``: -0 < +0, for the maxima of PTX too; NaN, which clamps nothing, as infinity."""
     lo, hi = thresholds[0], thresholds[1]
+    lo, hi = jnp.where(lo != lo, jnp.float32(-np.inf), lo), jnp.where(hi != hi, jnp.float32(np.inf), hi)
     return jnp.where(lo == 0, jnp.float32(-0.0), lo), jnp.where(hi == 0, jnp.float32(0.0), hi)
 
 

@@ -106,6 +106,24 @@ def test_outliers_are_clamped_and_carried(compensation, dtype, rounding):
     same(got.scale, scales.scale[:, 0])
 
 
+@pytest.mark.parametrize("transpose", [False, True])
+@pytest.mark.parametrize("compensation", ["residual", "none"])
+def test_a_threshold_that_is_nan_clamps_nothing(compensation, transpose):
+    """As the upper one is where NaN are more than outliers; rows without any are quantized all the same."""
+    x = tensor((32, 128), jnp.bfloat16, seed=3)
+    spec, occ = fp4jax.QuantSpec(fp4jax.E2M1), fp4jax.OCC(1.0, compensation=compensation)
+    bounds = thresholds(x, occ, (-1,))
+    assert np.isnan(bounds[1]).all()
+    values, scales, _ = quantize_activation(x, spec, (-1,), occ, None)
+    values = jnp.where(jnp.isnan(values), jnp.float32(0), values)
+    with kernels.interpret():
+        got = quantize_rows(x, spec, thresholds=bounds, occ=occ, transpose=transpose)
+    dtype = got.values.dtype
+    same(got.values, values.astype(dtype))
+    same(got.scale, scales.scale[:, 0])
+    assert np.isfinite(got.scale).sum() == 30
+
+
 @pytest.mark.parametrize("width", [520, 640, 1032])
 def test_rows_wider_than_a_chunk_that_chunks_do_not_divide(width):
     """Scaling reads 512 columns at a time; the last ones overlap. The largest value may stand anywhere."""
