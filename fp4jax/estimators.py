@@ -24,8 +24,11 @@ class Estimator(abc.ABC):
     """
 
     is_identity = False
-    has_kernel_form = False
-    """Whether there is a ``kernel_factor``. Without one the factor is an operation of its own after the product."""
+
+    @property
+    def has_kernel_form(self) -> bool:
+        """Whether there is a ``kernel_factor``. Without one the factor is an operation of its own after the product."""
+        return type(self).kernel_factor is not Estimator.kernel_factor
 
     @abc.abstractmethod
     def factor(self, u: Array, format: FloatFormat) -> Array:
@@ -62,8 +65,6 @@ class ClippedSTE(Estimator):
     Under ``AbsMax`` scales all of it is inside: if rounding puts the largest x · r an ulp above max, it counts as max.
     """
 
-    has_kernel_form = True
-
     def factor(self, u, format):
         limit = jnp.float32(format.max * (1 + 2.0**-22))
         return (jnp.abs(u.astype(jnp.float32)) <= limit).astype(u.dtype)
@@ -96,8 +97,6 @@ class DGE(Estimator):
         >>> fp4jax.DGE().factor(jnp.array([0.0, 0.25, 5.0]), fp4jax.E2M1).tolist()
         [0.20000000298023224, 3.0, 3.0]
     """
-
-    has_kernel_form = True
 
     k: float = 5.0
     clip: float = 3.0

@@ -7,7 +7,7 @@ import pytest
 
 import fp4jax
 from fp4jax import outliers
-from fp4jax.outliers import hadamard_rotate, order_statistics
+from fp4jax.outliers import clip, hadamard_rotate, order_statistics
 
 AUTO = jax.make_mesh((4, 2), ("data", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
 EXPLICIT = jax.make_mesh((4, 2), ("data", "tensor"))
@@ -133,3 +133,20 @@ def test_rotating_twice_is_the_identity_and_spreads_an_outlier(axis):
 def test_rotation_refuses_other_sizes():
     with pytest.raises(ValueError, match=r"size=12 must be a power of two that divides x.shape\[-1\]=24"):
         hadamard_rotate(jnp.ones((2, 24)), axis=-1, size=12)
+
+
+@pytest.mark.parametrize("zero", [0.0, -0.0])
+@pytest.mark.parametrize("low", [True, False])
+def test_what_is_clamped_to_zero_has_the_sign_of_its_side(zero, low):
+    x, zero = jnp.float32([-1, -0.0, 0, 1]), jnp.float32(zero)
+    clipped = clip(x, zero, jnp.float32(2)) if low else clip(x, jnp.float32(-2), zero)
+    assert clipped.tolist() == ([0, 0, 0, 1] if low else [-1, 0, 0, 0])
+    assert np.signbit(clipped).tolist() == [True, True, False, False]
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16], ids=str)
+def test_nan_of_either_sign_sorts_last(dtype):
+    x = jnp.array([3, -np.nan, 1, np.nan, -2], dtype)
+    assert np.signbit(np.asarray(x, np.float32)).tolist() == [False, True, False, False, True]
+    assert [v.item() for v in order_statistics(x, (0, 2), (-1,))] == [-2, 3]
+    assert np.isnan(order_statistics(x, (3, 4), (-1,))).all()

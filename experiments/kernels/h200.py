@@ -34,11 +34,13 @@ from fp4jax.bench.run import bench
 from fp4jax.dot.xla import quantize_activation
 from fp4jax.exact import as_float32, multiply
 from fp4jax.kernels import (
+    Factor,
     GemmConfig,
     QuantizerConfig,
     Wanted,
     order_statistics,
     quantile,
+    quantile_device,
     quantize_rows,
     quantize_tiles,
     scaled_matmul,
@@ -208,7 +210,7 @@ def row_quantizers(x: jax.Array) -> list[tuple[str, Callable, Callable]]:
 
 
 def quantiles(report: Report) -> None:
-    """The exact quantile, under several sizes of its sample, beside sampling and bisection by XLA."""
+    """The exact quantile, under several samples and numbers of thresholds, beside sampling and bisection by XLA."""
     tensors = _activations(report.sizes.matrix)
     heavy = tensors["heavy"]
     find, _ = _quantile(heavy.size)
@@ -220,6 +222,13 @@ def quantiles(report: Report) -> None:
         find, _ = _quantile(heavy.size)
         report.time(f"exact, heavy, 2^{log} samples", find, heavy)
     quantile.SAMPLES = default
+    default = quantile_device.THRESHOLDS
+    for count in (5, 6, 8):
+        quantile_device.THRESHOLDS, quantile_device.INNER = count, count - 1
+        find, _ = _quantile(heavy.size)
+        for name in ("normal", "heavy"):
+            report.time(f"exact, {name}, {count} thresholds", find, tensors[name])
+    quantile_device.THRESHOLDS, quantile_device.INNER = default, default - 1
     report.time("XLA, exact, heavy", lambda x: thresholds(x, OCC, (-1,)), heavy)
     report.time("XLA, sampled, heavy", lambda x: thresholds(x, fp4jax.OCC(quantile="sampled"), (-1,)), heavy)
 
@@ -239,7 +248,7 @@ def quantizers(report: Report) -> None:
         both = functools.partial(tiles, spec=GRADIENT, wanted=gradient_ways(rows, cols))
         report.time(f"gradient both ways, {_short(config)}", both, x)
         report.time(f"weight, {_short(config)}", functools.partial(tiles, spec=E2M1, wanted=COLUMNS), weight)
-    for width in (n, MODELS["7b"].mlp_dim if m > 1000 else n + 8):
+    for width in (n, MODELS["7b"].mlp_dim if m > 1000 else 2 * n):
         _with_extremes(report, normal((m, width)))
 
 
@@ -261,7 +270,7 @@ def _with_extremes(report: Report, x: jax.Array) -> None:
 
 
 def clusters(report: Report) -> None:
-    """The product by itself, in clusters and not, at the six shapes of LLaMA 7B and 13B, and for weight gradients."""
+    """The product by itself, in clusters and not, at the shapes of LLaMA 1.3B, 7B and 13B, and for weight gradients."""
     for m, n, k, dtype in _product_shapes(report.sizes):
         lhs, rhs, ones = fp8_operand((m, k)), fp8_operand((n, k), seed=1), (jnp.ones(m), jnp.ones(n))
         name, epilogue = f"{m} × {n} × {k}, {dtype}", 32 if dtype == "float32" else 64
@@ -276,11 +285,31 @@ def clusters(report: Report) -> None:
         report.time(f"{name}: cuBLASLt", xla_fp8(dtype), lhs, rhs, jnp.bfloat16(0.5))
 
 
+def factor(report: Report) -> None:
+    """Weight gradients alone, times DGE's factor by XLA, and with it inside the product."""
+    dge, one = fp4jax.DGE(), jnp.float32(1)
+    product = functools.partial(scaled_matmul, lhs_scale=one, rhs_scale=one, out_dtype=jnp.float32)
+
+    def after(lhs, rhs, weight, reciprocal):
+        return product(lhs, rhs) * dge.factor(multiply(weight, reciprocal), fp4jax.E2M1)
+
+    def inside(lhs, rhs, weight, reciprocal):
+        return product(lhs, rhs, factor=Factor(weight, reciprocal, dge, fp4jax.E2M1))
+
+    large = report.sizes is not MICRO
+    for m, n, k in ((2048, 5504, 16384), (5504, 2048, 16384), (2048, 2048, 16384)) if large else ((33, 40, 129),):
+        lhs, rhs, weight = fp8_operand((m, k)), fp8_operand((n, k), seed=1), normal((m, n), jnp.float32, seed=2)
+        reciprocal = fp4jax.AbsMax()(jnp.max(jnp.abs(weight), axis=0), fp4jax.E2M1).reciprocal
+        report.time(f"{m} × {n} × {k}: product alone", product, lhs, rhs)
+        for name, function in (("by XLA", after), ("inside", inside)):
+            report.time(f"{m} × {n} × {k}: factor {name}", function, lhs, rhs, weight, reciprocal)
+
+
 def _product_shapes(sizes: Sizes) -> list[tuple[int, int, int, str]]:
     if sizes is MICRO:
         return [(40, 24, 129, "bfloat16")]
     m, found = sizes.matrix[0], []
-    for model in (MODELS["7b"], MODELS["13b"]):
+    for model in (MODELS["1.3b"], MODELS["7b"], MODELS["13b"]):
         d, h = model.embed_dim, model.mlp_dim
         found += [(m, d, d, "bfloat16"), (m, h, d, "bfloat16"), (m, d, h, "bfloat16"), (d, h, m, "float32")]
     return found
@@ -315,9 +344,10 @@ SECTIONS: Mapping[str, Section] = {
     "step": Section(by_bench("step", recipes=RECIPES, baselines=False), 180),
     "unrolled": Section(by_bench("step", recipes=("fp4", "fp4_vector"), baselines=False, scan_layers=False), 280),
     "layer": Section(by_bench("layer", recipes=RECIPES), 90),
-    "quantile": Section(quantiles, 60),
+    "quantile": Section(quantiles, 90),
     "quantizers": Section(quantizers, 120),
-    "clusters": Section(clusters, 120),
+    "clusters": Section(clusters, 180),
+    "factor": Section(factor, 60),
     "products": Section(by_bench("products"), 240),
 }
 """In the order in which they run: what is asked most first."""

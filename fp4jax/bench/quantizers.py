@@ -46,11 +46,12 @@ def _of_width(config: BenchConfig, peaks: Peaks, n: int) -> Iterator[Result]:
     }
     yield _table(config, peaks, f"[{m}, {n}] BF16: values", 3 * m * n, values, x)
     extremes = row_extremes(x)
+    known = functools.partial(carried, transpose=True, extremes=extremes)
     gradient = (Wanted(None, cols, 1), Wanted(None, rows, 0, plain=False, transposed=True))
     both = {
         "rows": lambda x: quantize_rows(x, SPEC, transpose=True),
         "rows, outliers carried": functools.partial(carried, transpose=True),
-        "rows, outliers carried, extremes known": lambda x: carried(x, transpose=True, extremes=extremes),
+        **({} if extremes is None else {"rows, outliers carried, extremes known": known}),
         "rows, stochastic": lambda x: quantize_rows(x, NOISY, transpose=True, key=key),
         "gradient, both ways": lambda x: quantize_tiles(x, GRADIENT, gradient),
     }

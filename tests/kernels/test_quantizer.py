@@ -106,6 +106,26 @@ def test_outliers_are_clamped_and_carried(compensation, dtype, rounding):
     same(got.scale, scales.scale[:, 0])
 
 
+@pytest.mark.parametrize("zero", [0.0, -0.0])
+@pytest.mark.parametrize("side", [1, -1])
+@pytest.mark.parametrize("compensation", ["residual", "none"])
+def test_zeros_keep_their_sign_at_a_bound_of_zero(compensation, side, zero):
+    """And what is clamped to zero has the sign of its side, whichever zero the bound is."""
+    rng = np.random.default_rng(4)
+    x = rng.standard_normal((32, 128))
+    x = np.where(x > 0, x, rng.choice([0.0, -0.0], x.shape))
+    x[rng.random(x.shape) < 0.02] = -1.5
+    x = jnp.asarray(side * x, jnp.bfloat16)
+    spec, occ = fp4jax.QuantSpec(fp4jax.E2M1), fp4jax.OCC(0.9, compensation=compensation)
+    bounds = thresholds(x, occ, (-1,))
+    bounds = [jnp.where(bound == 0, jnp.float32(zero), bound) for bound in bounds]
+    assert sum(bool((bound == 0).all()) for bound in bounds) == 1
+    values, _, _ = quantize_activation(x, spec, (-1,), occ, None)
+    with kernels.interpret():
+        got = quantize_rows(x, spec, thresholds=tuple(bounds), occ=occ, transpose=True)
+    same(got.values, values.astype(got.values.dtype))
+
+
 @pytest.mark.parametrize("transpose", [False, True])
 @pytest.mark.parametrize("compensation", ["residual", "none"])
 def test_a_threshold_that_is_nan_clamps_nothing(compensation, transpose):
@@ -225,6 +245,18 @@ def test_tiles_write_a_gradient_twice_and_a_weight_by_column(packed):
     same(third.values, want.values)
     same(third.transposed, want.values.T)
     same(third.scale, want.scale[0])
+
+
+def test_both_ways_of_a_gradient_have_scales_of_their_own():
+    x, rng = jnp.where(jnp.isfinite(tensor((40, 256), jnp.bfloat16)), tensor((40, 256), jnp.bfloat16), 1), RNG
+    rows, cols = jnp.asarray(rng.uniform(8, 16, 40), jnp.float32), jnp.asarray(rng.uniform(0.1, 1, 256), jnp.float32)
+    with kernels.interpret():
+        first, second = quantize_tiles(x, GRADIENT, (Wanted(None, cols, 1), Wanted(None, rows, 0, False, True)))
+    for got, values, fold in ((first, first.values, cols[None]), (second, second.transposed.T, rows[:, None])):
+        want = fp4jax.quantize(multiply(as_float32(x), fold), GRADIENT, axis=-1)
+        same(values, want.values)
+        same(got.scale, want.scale.reshape(()))
+    assert first.scale != second.scale
 
 
 def over_devices(f, specs, outs, *args):
