@@ -114,6 +114,15 @@ def test_programs_are_never_too_many_for_float32_sums_of_bytes(shape):
     assert quantile.survey_of((2**23 - 16, 128), ()) is not None  # extremes alone are no sums
 
 
+@pytest.mark.parametrize("width", [128, 2048, 4096, 5504, 8192, 11008, 16256])
+def test_a_program_reads_no_more_than_its_counters_hold(width):
+    survey = quantile.survey_of((64, width), (1, 1))
+    assert survey is not None
+    assert survey.groups * survey.chunks <= 256  # adding ones in bfloat16 is exact so far
+    assert survey.groups * survey.rows * width < 2**16  # two totals share a word
+    assert quantile.survey_of((64, 16384), (1, 1)) is None
+
+
 @pytest.mark.parametrize("filled", [None, *range(THRESHOLDS + 1)])
 def test_a_program_counts_all_of_its_values(filled):
     """Also where all of them fall in one part, which takes every counter to its limit."""
